@@ -1,0 +1,43 @@
+"""specjax: speculative decoding for research, in pure JAX."""
+
+from specjax.decode import prefill, run, step
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.plain import Plain
+from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.errors import CheckpointError, InputError, SpecjaxError
+from specjax.generate import Generation, Piece, Round, generate, stream
+from specjax.laws import Greedy, Path, Rejection
+from specjax.metrics import Stats
+from specjax.models.target import Target, load
+from specjax.sampling import Sampling
+from specjax.state import Context, DecodeState, Drafter, StepInfo
+from specjax.trees import Draft
+
+__all__ = [
+    "CheckpointError",
+    "Context",
+    "DecodeState",
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "Generation",
+    "Greedy",
+    "InputError",
+    "Path",
+    "Piece",
+    "Plain",
+    "PromptLookup",
+    "Rejection",
+    "Round",
+    "Sampling",
+    "SpecjaxError",
+    "Stats",
+    "StepInfo",
+    "Target",
+    "generate",
+    "load",
+    "prefill",
+    "run",
+    "step",
+    "stream",
+]

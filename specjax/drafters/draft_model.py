@@ -1,0 +1,165 @@
+"""Draft model: a smaller language model of the same vocabulary drafts a chain."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from specjax.cache import KVCache, write
+from specjax.errors import InputError
+from specjax.models.interface import TargetModel
+from specjax.models.prefill import prefill
+from specjax.models.target import Target
+from specjax.models.tokenizer import Tokenizer
+from specjax.sampling import argmax, categorical, distribution
+from specjax.state import Context, Round, static
+from specjax.trees import Draft, chain
+
+CATCH_UP = 2  # tokens fed in one pass before drafting: the pending one, and the last draft token if all were accepted
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Memory:
+    """The draft model's cache, and how much of it is right.
+
+    Attributes:
+        cache: keys and values; the first `valid` slots of a row belong to the committed text.
+        valid: never more than the committed length minus 1.
+        fed: tokens whose keys and values the last `propose` wrote at `base`, `base + 1`, …: the pending token first.
+        base: see `fed`.
+    """
+
+    cache: KVCache
+    valid: Int[Array, "B"]
+    fed: Int[Array, "B N"]
+    base: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftModel:
+    """Any decoder with the target's vocabulary drafts `num_draft_tokens` tokens, one pass each (Leviathan et al. 2023;
+    Chen et al. 2023).
+
+    Where the temperature is above 0 proposals are drawn from the draft model's own law, processed as the target's is
+    (q), unless `sample` is False: then they are its most likely tokens, deterministic. Its cache is only ever right or
+    unused: `update` keeps what the committed text agrees with, and `propose` first feeds whatever is missing, however
+    long this drafter has been idle and whoever proposed what was accepted.
+
+    Attributes:
+        model: what `specjax.load` returns, or a bare model.
+        num_draft_tokens: k.
+        sample: draw proposals where the temperature is above 0.
+        block_sizes: see `Drafter`.
+        tokenizer: of the draft model, compared with the target's; taken from `model` where that has one.
+    """
+
+    model: TargetModel
+    num_draft_tokens: int = static(default=4)
+    sample: bool = static(default=True)
+    block_sizes: tuple[int, ...] | None = static(default=None)
+    tokenizer: Tokenizer | None = static(default=None)
+
+    name: ClassVar[str] = "draft-model"
+    features: ClassVar[tuple[str, ...]] = ()
+    wants_logits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 0:
+            raise InputError(f"num_draft_tokens: expected 0 or more, got {self.num_draft_tokens}")
+        if isinstance(self.model, Target):
+            object.__setattr__(self, "tokenizer", self.model.tokenizer)
+            object.__setattr__(self, "model", self.model.model)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_draft_tokens
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_draft_tokens
+
+    def init(self, context: Context, features: dict[str, Any], longest: int) -> Memory:
+        batch, size = context.tokens.shape
+        cache, _ = prefill(self.model, context.tokens, longest, size)
+        fed = jnp.zeros((batch, self.num_draft_tokens), jnp.int32)
+        return Memory(cache, context.length - 1, fed, context.length - 1)
+
+    def propose(self, memory: Memory, context: Context) -> tuple[Draft, Memory]:
+        batch, k = context.length.shape[0], self.num_draft_tokens
+        if k == 0:
+            return chain(memory.fed, jnp.zeros(batch, jnp.int32)), memory
+        cache, hidden = self.catch_up(memory, context)
+
+        def draft_one(carry: tuple[KVCache, Array, Array], i: Array) -> tuple[tuple[KVCache, Array, Array], Any]:
+            cache, hidden, path = carry
+            token, law = self.pick(hidden, path, i, context)
+            at = context.length + i
+            output = self.model(token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
+            return (write(cache, output.block, at), output.hidden, path.at[:, i].set(token)), law
+
+        path = jnp.zeros((batch, k), jnp.int32)
+        carry, laws = jax.lax.scan(draft_one, (cache, hidden, path), jnp.arange(k - 1))
+        cache, hidden, path = carry
+        # the last drafted token is not fed: the next `propose` does it if it is accepted
+        token, law = self.pick(hidden, path, jnp.int32(k - 1), context)
+        path = path.at[:, k - 1].set(token)
+        q = None if law is None else jnp.concatenate([jnp.moveaxis(laws, 0, 1), law[:, None]], axis=1)
+        sound = jnp.cumprod(path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
+        fed = jnp.concatenate([context.pending[:, None], path[:, : k - 1]], axis=1)
+        return chain(path, sound, q), Memory(cache, context.length - 1, fed, context.length - 1)
+
+    def pick(
+        self, hidden: Float[Array, "B 1 M"], path: Int[Array, "B N"], i: Int[Array, ""], context: Context
+    ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
+        """Draft token i after `path[:, :i]`, and the law it was drawn from (None if it was not drawn)."""
+        logits = fit(self.model.logits(hidden)[:, 0], context.model.vocab_size)
+        depth = jnp.full(path.shape[0], i, jnp.int32)
+        if not (self.sample and context.rules.drawn):
+            return argmax(context.process(logits, path, depth)), None
+        law = distribution(logits, context.rules, context.text(path, depth))
+        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))(context.key)
+        return categorical(law, uniform), law
+
+    def catch_up(self, memory: Memory, context: Context) -> tuple[KVCache, Float[Array, "B 1 M"]]:
+        """Feed every committed token that the cache lacks, the pending one included; return the state after the latter.
+
+        In rounds that follow each other that is one or two tokens, hence one pass.
+        """
+        batch = context.length.shape[0]
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((CATCH_UP, CATCH_UP), bool)), (batch, CATCH_UP, CATCH_UP))
+
+        def feed(cache: KVCache, valid: Array) -> Any:
+            slots = valid[:, None] + jnp.arange(CATCH_UP)
+            tokens = jnp.take_along_axis(context.tokens, slots, axis=1)
+            return self.model(tokens, slots, mask, cache, valid)
+
+        def body(carry: tuple[KVCache, Array, Array]) -> tuple[KVCache, Array, Array]:
+            cache, valid, hidden = carry
+            output = feed(cache, valid)
+            new = jnp.minimum(context.length - valid, CATCH_UP)
+            last = jnp.take_along_axis(output.hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
+            hidden = jnp.where((new > 0)[:, None, None], last, hidden)
+            return write(cache, output.block, valid), valid + new, hidden
+
+        shape = jax.eval_shape(feed, memory.cache, memory.valid).hidden
+        start = (memory.cache, memory.valid, jnp.zeros((batch, 1, shape.shape[-1]), shape.dtype))
+        cache, _, hidden = jax.lax.while_loop(lambda carry: (carry[1] < context.length).any(), body, start)
+        return cache, hidden
+
+    def update(self, memory: Memory, round: Round, context: Context) -> Memory:
+        """Keep the fed tokens that the committed text now agrees with."""
+        slots = memory.base[:, None] + jnp.arange(memory.fed.shape[1])
+        text = jnp.take_along_axis(context.tokens, jnp.minimum(slots, context.tokens.shape[1] - 1), axis=1)
+        agree = (memory.fed == text) & (slots < context.length[:, None] - 1)
+        run = jnp.cumprod(agree.astype(jnp.int32), axis=1).sum(-1)
+        return replace(memory, valid=jnp.maximum(memory.valid, memory.base + run))
+
+
+def fit(logits: Float[Array, "B W"], vocab_size: int) -> Float[Array, "B V"]:
+    """Draft logits over the target's vocabulary: ids that one of the two lacks (padding) are cut, or can't be drafted."""
+    width = logits.shape[-1]
+    return jnp.pad(logits[:, :vocab_size], ((0, 0), (0, max(vocab_size - width, 0))), constant_values=-jnp.inf)

@@ -1,0 +1,332 @@
+"""Text in, text out: `generate` runs whole batches on the device, `stream` yields as rounds end."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import decode
+from specjax.drafters.check import check_drafter
+from specjax.drafters.plain import Plain
+from specjax.errors import InputError, SpecjaxError
+from specjax.laws import Law
+from specjax.metrics import Stats
+from specjax.models.prefill import padded_length
+from specjax.models.target import Target
+from specjax.requests import Prompt, choose_law, encode, row_keys, token_limit
+from specjax.sampling import Sampling
+from specjax.state import BROKEN, FINISH_REASONS, STOP_STRING, Counters, DecodeState, Drafter
+from specjax.stops import make_stops
+
+BUCKET = 128  # text and cache capacities are rounded up to it: masked attention still reads all of them
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one row, as a trace shows it.
+
+    Attributes:
+        proposed: tokens of the draft's valid nodes, in node order.
+        parents: index of each one's parent; -1 = the pending token.
+        accepted: indices of the nodes on the committed path.
+        committed: tokens the round added: the accepted ones, and the bonus token unless a stop cut it.
+        block_tokens: size of the block the target saw (the same for all rows of a batch).
+    """
+
+    proposed: list[int]
+    parents: list[int]
+    accepted: list[int]
+    committed: list[int]
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns; one entry a prompt in every list.
+
+    Attributes:
+        prompt_ids: the prompts as the target saw them.
+        token_ids: the new tokens; they end with the token that completes a stop.
+        texts: the new text, without special tokens; it ends before a stop string. "" where there is no tokenizer.
+        finish_reasons: "stop" (EOS), "stop_string", "length" (max_new_tokens) or "context" (its end).
+        stats: counts of all rows.
+        row_stats: counts of each row.
+        logprobs: log-probability of each new token under the target's own law before any processing (temperature 1).
+        trace: what each round did, per row.
+        prefill_seconds, seconds: wall time of the prefill and of the decoding loop; the first call of a shape compiles.
+    """
+
+    prompt_ids: list[list[int]]
+    token_ids: list[list[int]]
+    texts: list[str]
+    finish_reasons: list[str]
+    stats: Stats
+    row_stats: list[Stats]
+    logprobs: list[list[float]] | None
+    trace: list[list[Round]] | None
+    prefill_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round of `stream` adds to one row.
+
+    Attributes:
+        row: which prompt.
+        token_ids: the tokens.
+        text: text that is certain by now; it can lag behind the tokens (half a character, the start of a stop string).
+        finish_reason: None while the row runs.
+    """
+
+    row: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[Prompt],
+    drafter: Drafter | None = None,
+    law: Law | str | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int | Sequence[int] = 0,
+    logprobs: bool = False,
+    trace: bool = False,
+) -> Generation:
+    """Decode a batch of prompts, drafting with `drafter`; the law of the output is the target's own.
+
+    Args:
+        prompts: each a string (raw text), a list of chat messages (put through the chat template), or token ids.
+        drafter: None decodes plainly.
+        law: None for "greedy" if every temperature is 0, else "rejection"; one of these names; or a law object.
+        max_new_tokens: per prompt; the end of the context may come first.
+        sampling: None is greedy.
+        stop: strings that end a row, besides the target's EOS ids.
+        seed: one (each prompt then has its own stream, by its index), or one a prompt.
+        logprobs: return the log-probability of each token.
+        trace: return what each round did.
+
+    Raises:
+        InputError: a prompt, option or drafter that cannot be used, before anything is computed.
+        SpecjaxError: the target's logits were not finite.
+    """
+    state, programs, ids = _start(
+        target, prompts, drafter, law, max_new_tokens, sampling, stop, seed, logprobs=logprobs, trace=trace
+    )
+    begin = time.perf_counter()
+    state = jax.block_until_ready(state())
+    filled = time.perf_counter()
+    state = jax.block_until_ready(programs.run(state))
+    end = time.perf_counter()
+    finish = np.asarray(state.finish)
+    length = np.asarray(state.length)
+    tokens = np.asarray(state.tokens)
+    _refuse_broken(finish, length)
+    new = [tokens[i, len(p) : length[i]].tolist() for i, p in enumerate(ids)]
+    strings = _strings(stop)
+    rows = row_stats(state.counters, [len(n) for n in new])
+    return Generation(
+        prompt_ids=ids,
+        token_ids=new,
+        texts=[_final_text(target, n, strings, int(f)) for n, f in zip(new, finish, strict=True)],
+        finish_reasons=[FINISH_REASONS[int(f)] for f in finish],
+        stats=Stats.total(rows),
+        row_stats=rows,
+        logprobs=_row_logprobs(state, ids, length) if logprobs else None,
+        trace=read_trace(state) if trace else None,
+        prefill_seconds=filled - begin,
+        seconds=end - filled,
+    )
+
+
+def stream(
+    target: Target,
+    prompts: Sequence[Prompt],
+    drafter: Drafter | None = None,
+    law: Law | str | None = None,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int | Sequence[int] = 0,
+) -> Iterator[Piece]:
+    """The same as `generate`, round by round: yields a `Piece` for every row that a round added to.
+
+    Errors in the arguments are raised at once, not at the first piece.
+    """
+    state, programs, ids = _start(target, prompts, drafter, law, max_new_tokens, sampling, stop, seed)
+    return _pieces(target, state, programs, ids, _strings(stop))
+
+
+def _pieces(target: Target, start: Any, programs: "_Programs", ids: list[list[int]], strings: list[str]) -> Iterator[Piece]:
+    state = start()
+    shown = [0] * len(ids)
+    done = np.array([len(p) for p in ids])
+    finish = np.zeros(len(ids), np.int32)
+    while (finish == 0).any():
+        state = programs.step(state)
+        finish, length, tokens = (np.asarray(x) for x in (state.finish, state.length, state.tokens))
+        _refuse_broken(finish, length)
+        for i in np.flatnonzero(length > done):
+            new = tokens[i, len(ids[i]) : length[i]].tolist()
+            ended = int(finish[i]) != 0
+            text = _final_text(target, new, strings, int(finish[i])) if ended else _certain_text(target, new, strings)
+            yield Piece(
+                row=int(i),
+                token_ids=tokens[i, done[i] : length[i]].tolist(),
+                text=text[shown[i] :],
+                finish_reason=FINISH_REASONS[int(finish[i])] if ended else None,
+            )
+            shown[i] = max(shown[i], len(text))
+        done = length
+
+
+@dataclass(frozen=True)
+class _Programs:
+    run: Any
+    step: Any
+
+
+def _start(
+    target: Target,
+    prompts: Sequence[Prompt],
+    drafter: Drafter | None,
+    law: Law | str | None,
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    stop: str | Sequence[str],
+    seed: int | Sequence[int],
+    logprobs: bool = False,
+    trace: bool = False,
+) -> tuple[Any, _Programs, list[list[int]]]:
+    """Check everything, then return (a function that prefills, the compiled programs, the prompts' ids)."""
+    drafter = Plain() if drafter is None else drafter
+    sampling = Sampling() if sampling is None else sampling
+    ids = encode(target, prompts)
+    limits, context_ends = token_limit(target, ids, max_new_tokens)
+    rules = sampling.rules(len(ids))
+    chosen = choose_law(law, rules)
+    check_drafter(drafter, target)
+    tokenizer = target.tokenizer
+    token_bytes = tokenizer.token_bytes() if tokenizer is not None else None
+    stops = make_stops(target.eos_token_ids, _strings(stop), token_bytes, target.model.vocab_size)
+    key = row_keys(seed, len(ids))
+
+    longest = padded_length(max(len(p) for p in ids) - 1) if max(len(p) for p in ids) > 1 else 0
+    size = max(decode.capacity(max(limits), drafter), longest)
+    size = -(-size // BUCKET) * BUCKET
+    tokens = np.zeros((len(ids), size), np.int32)
+    for i, p in enumerate(ids):
+        tokens[i, : len(p)] = p
+    rows = {
+        "tokens": tokens,
+        "prompt_length": np.array([len(p) for p in ids], np.int32),
+        "limit": np.array(limits, np.int32),
+        "context_ends": np.array(context_ends),
+    }
+    start = partial(
+        _prefill,
+        target.model,
+        drafter,
+        rules=rules,
+        stops=stops,
+        key=key,
+        longest=longest,
+        logprobs=logprobs,
+        trace_rounds=max_new_tokens if trace else 0,
+        **{name: jnp.asarray(value) for name, value in rows.items()},
+    )
+    return start, _Programs(partial(_run, target.model, drafter, chosen), partial(_step, target.model, drafter, chosen)), ids
+
+
+_prefill = jax.jit(decode.prefill, static_argnames=("longest", "logprobs", "trace_rounds"))
+_run = jax.jit(decode.run, static_argnums=2, donate_argnums=3)
+_step = jax.jit(lambda *args: decode.step(*args)[0], static_argnums=2, donate_argnums=3)
+
+
+def row_stats(counters: Counters, new_tokens: Sequence[int]) -> list[Stats]:
+    """The device's counters as one `Stats` a row."""
+    c = jax.tree.map(np.asarray, counters)
+    return [
+        Stats(
+            new_tokens=int(n),
+            target_calls=int(c.rounds[i]),
+            proposed=int(c.proposed[i]),
+            accepted=int(c.accepted[i]),
+            rejected=int(c.rejected[i]),
+            proposed_at=tuple(c.proposed_at[i].tolist()),
+            reached_at=tuple(c.reached_at[i].tolist()),
+            accepted_at=tuple(c.accepted_at[i].tolist()),
+        )
+        for i, n in enumerate(new_tokens)
+    ]
+
+
+def read_trace(state: DecodeState) -> list[list[Round]]:
+    """The trace of a finished state, per row the rounds in which it was active."""
+    t = jax.tree.map(np.asarray, state.trace)
+    rows = []
+    for i in range(t.count.shape[1]):
+        rounds = []
+        for r in range(int(state.round)):
+            count = int(t.count[r, i])
+            if count == 0:
+                continue
+            valid = np.flatnonzero(t.valid[r, i])
+            number = {int(node): j for j, node in enumerate(valid)}
+            path = t.nodes[r, i, 1 : 1 + t.accepted[r, i]] - 1
+            rounds.append(
+                Round(
+                    proposed=t.tokens[r, i, valid].tolist(),
+                    parents=[number.get(int(parent), -1) for parent in t.parents[r, i, valid]],
+                    accepted=[number[int(node)] for node in path],
+                    committed=t.committed[r, i, :count].tolist(),
+                    block_tokens=int(t.block_tokens[r]),
+                )
+            )
+        rows.append(rounds)
+    return rows
+
+
+def _strings(stop: str | Sequence[str]) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _final_text(target: Target, ids: list[int], strings: list[str], finish: int) -> str:
+    if target.tokenizer is None:
+        return ""
+    text = target.tokenizer.decode(ids)
+    if finish == STOP_STRING:
+        found = [at for at in (text.find(s) for s in strings) if at >= 0]
+        text = text[: min(found)] if found else text
+    return text
+
+
+def _certain_text(target: Target, ids: list[int], strings: list[str]) -> str:
+    """The text so far, without what the next token may still change: half a character, the start of a stop string."""
+    if target.tokenizer is None:
+        return ""
+    text = target.tokenizer.decode(ids).rstrip("\ufffd")
+    held = max((n for s in strings for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+    return text[: len(text) - held]
+
+
+def _refuse_broken(finish: np.ndarray, length: np.ndarray) -> None:
+    for row in np.flatnonzero(finish == BROKEN):
+        raise SpecjaxError(
+            f"the target's law was not finite or allowed no token: prompt {row}, position {length[row]}; "
+            "check the weights, the dtype and the processors"
+        )
+
+
+def _row_logprobs(state: DecodeState, ids: list[list[int]], length: np.ndarray) -> list[list[float]]:
+    values = np.asarray(state.logprobs)
+    return [values[i, len(p) : length[i]].tolist() for i, p in enumerate(ids)]

@@ -1,0 +1,277 @@
+"""Acceptance laws: which nodes of a draft are kept, and the target's own token that ends the round.
+
+A law is a pure function `law(target_law, draft, keys, max_depth) -> Path`. *Lossless* laws reproduce the target's law
+exactly; a lossy one says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk` calls at every node
+on the way down.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from specjax.sampling import argmax, categorical
+from specjax.trees import Draft
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Path:
+    """What a law accepted: D = max_depth nodes at most, padded with 0.
+
+    Attributes:
+        nodes: block indices: 0 (the pending token), then the accepted nodes (draft node i has block index i + 1).
+        accepted: number of accepted draft nodes.
+        tokens: the accepted tokens, then the bonus token at index `accepted`.
+        bonus: the target's own token after the path; V, which is no token, where the target's law there is no law
+            (NaN logits, or every token forbidden): callers check.
+        rejected: the path ended at a node that had a valid child, so a rejection was tested.
+    """
+
+    nodes: Int[Array, "B D+1"]
+    accepted: Int[Array, "B"]
+    tokens: Int[Array, "B D+1"]
+    bonus: Int[Array, "B"]
+    rejected: Bool[Array, "B"]
+
+
+class TargetLaw(Protocol):
+    """The target's processed law at one node of each row, computed when asked for, so that only visited nodes cost.
+
+    `node` holds block indices (0 = pending token), `path[:, :depth]` the tokens between the pending token and the node,
+    the node's own included.
+    """
+
+    def logits(self, node: Int[Array, "B"], path: Int[Array, "B D"], depth: Int[Array, "B"]) -> Float[Array, "B V"]:
+        """Processed logits, -inf where filtered (`sampling.process`)."""
+        ...
+
+    def probs(self, node: Int[Array, "B"], path: Int[Array, "B D"], depth: Int[Array, "B"]) -> Float[Array, "B V"]:
+        """Probabilities, one-hot where the temperature is 0 (`sampling.distribution`)."""
+        ...
+
+
+class Law(Protocol):
+    """What `decode.step` asks of an acceptance law. Laws are hashable: they are compiled into the program."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+
+    def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
+        """The accepted path of one round.
+
+        Args:
+            keys: one PRNG key a row, used for nothing else. The law folds in the node, so a node's fate depends neither
+                on the batch nor on how far the draft was cut.
+            max_depth: the most nodes a path can hold.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Accept the child that is the target's argmax; the text is that of plain greedy decoding, token for token."""
+
+    name: ClassVar[str] = "greedy"
+    lossless: ClassVar[bool] = True
+
+    def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
+        def choose(node, path, depth, descends):
+            best = argmax(target_law.logits(node, path, depth))
+            match = _children(draft, node, descends) & (draft.tokens == best[:, None])
+            return _first(match) + 1, best
+
+        return walk(draft, max_depth, choose)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Recursive multi-candidate rejection sampling; on a chain, speculative sampling.
+
+    At a node, siblings are tried in index order against p, the target's law there (Miao et al. 2023, SpecInfer, section
+    4.3; with one child each Leviathan et al. 2023, algorithm 1, and Chen et al. 2023, algorithm 2):
+
+    - a drawn child x is accepted with probability min(1, p(x) / q(x)), where q is the law it was drawn from given its
+      earlier siblings; if it fails, p becomes norm(max(p - q, 0));
+    - a deterministic child x (its q is one-hot) is accepted with probability p(x); if it fails, p loses x;
+    - if none is left, the bonus token is drawn from what p has become.
+
+    The law never renormalises q: a drafter that draws siblings without replacement gives each node the law without its
+    earlier siblings. Rows with temperature 0 come out as under `Greedy`. If max(p - q, 0) vanishes in float32, which takes
+    p equal to q up to rounding, p is left as it was before the subtraction.
+    """
+
+    name: ClassVar[str] = "rejection"
+    lossless: ClassVar[bool] = True
+
+    def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
+        uniform = _uniforms(keys, draft.tokens.shape[1])
+
+        def choose(node, path, depth, descends):
+            p = target_law.probs(node, path, depth)
+            child, p = _try_children(p, draft, _children(draft, node, descends), uniform[:, :, 0])
+            bonus_uniform = _at(uniform[:, :, 1], node)
+            ends = child == 0
+            bonus = lax.cond(ends.any(), lambda: categorical(p, bonus_uniform), lambda: jnp.zeros_like(node))
+            return child, bonus
+
+        return walk(draft, max_depth, choose)
+
+
+LAWS: dict[str, Law] = {law.name: law for law in (Greedy(), Rejection())}
+
+
+Choose = Callable[
+    [Int[Array, "B"], Int[Array, "B D"], Int[Array, "B"], Bool[Array, "B"]], tuple[Int[Array, "B"], Int[Array, "B"]]
+]
+
+
+def walk(draft: Draft, max_depth: int, choose: Choose) -> Path:
+    """The way down a draft, one visited node of each row at a time, until no row goes on.
+
+    Args:
+        choose: `(node [B], path [B,D], depth [B], descends [B]) -> (child, bonus)`: the block index of the accepted child
+            of `node`, 0 if the row ends here, and the bonus token if it does. Where `descends` is False no child may be
+            accepted: the row has ended, or its path is full.
+    """
+    batch, num_nodes = draft.tokens.shape
+    zero = jnp.zeros(batch, jnp.int32)
+    start = _Walk(
+        node=zero,
+        depth=zero,
+        bonus=zero,
+        going=jnp.ones(batch, bool),
+        nodes=jnp.zeros((batch, max_depth + 1), jnp.int32),
+        path=jnp.zeros((batch, max_depth), jnp.int32),
+    )
+
+    def visit(state: _Walk) -> _Walk:
+        child, bonus = choose(state.node, state.path, state.depth, state.going & (state.depth < max_depth))
+        moves = child > 0
+        ends = state.going & ~moves
+        depth = state.depth + moves
+        token = _at(draft.tokens, jnp.maximum(child - 1, 0)) if num_nodes else zero
+        return _Walk(
+            node=jnp.where(moves, child, state.node),
+            depth=depth,
+            bonus=jnp.where(ends, bonus, state.bonus),
+            going=moves,
+            nodes=_put(state.nodes, depth, child, moves),
+            path=_put(state.path, state.depth, token, moves),
+        )
+
+    if num_nodes == 0 or max_depth == 0:  # plain decoding: one visit, no loop
+        end = visit(start)
+    else:
+        end = lax.while_loop(lambda state: state.going.any(), visit, start)
+    tokens = _put(jnp.pad(end.path, ((0, 0), (0, 1))), end.depth, end.bonus, True)
+    rejected = _children(draft, end.node, end.depth < max_depth).any(-1)
+    return Path(end.nodes, end.depth, tokens, end.bonus, rejected)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Walk:
+    """Where each row is: its node, the tokens down to it, and whether it goes on."""
+
+    node: Int[Array, "B"]
+    depth: Int[Array, "B"]
+    bonus: Int[Array, "B"]
+    going: Bool[Array, "B"]
+    nodes: Int[Array, "B D+1"]
+    path: Int[Array, "B D"]
+
+
+def _try_children(
+    p: Float[Array, "B V"], draft: Draft, children: Bool[Array, "B N"], uniform: Float[Array, "B N+1"]
+) -> tuple[Int[Array, "B"], Float[Array, "B V"]]:
+    """Tries each row's children in index order; costs one pass over [B, V] for each rejection, none otherwise.
+
+    Returns:
+        The accepted child's block index (0 if none was), and the law its siblings' rejections left, not normalised.
+    """
+    batch, num_nodes = draft.tokens.shape
+    if num_nodes == 0:
+        return jnp.zeros(batch, jnp.int32), p
+    vocabulary = lax.broadcasted_iota(jnp.int32, p.shape, 1)
+
+    def attempt(state: _Tries) -> _Tries:
+        p, mass = state.p, state.mass
+        trying, sibling = state.sibling >= 0, jnp.maximum(state.sibling, 0)
+        token = _at(draft.tokens, sibling)
+        p_token = _at(p, token)
+        q_token = 1.0
+        if draft.drawn is not None:
+            drawn = _at(draft.drawn, sibling)
+            q_token = jnp.where(drawn, jax.vmap(lambda q, i, x: q[i, x])(draft.q, sibling, token), 1.0)
+        accepted = trying & (_at(uniform, sibling + 1) * q_token * mass < p_token)
+        failed = trying & ~accepted
+
+        def reject() -> tuple[Array, Array]:
+            left = jnp.where(vocabulary == token[:, None], 0.0, p)
+            total = mass - p_token  # positive: a rejected deterministic child has p_token < mass
+            if draft.drawn is not None:
+                excess = jnp.maximum(p / mass[:, None] - _at(draft.q, sibling), 0.0)
+                left = jnp.where(drawn[:, None], excess, left)
+                total = jnp.where(drawn, excess.sum(-1), total)
+            changed = failed & (total > 0)
+            return jnp.where(changed[:, None], left, p), jnp.where(changed, total, mass)
+
+        p, mass = lax.cond(failed.any(), reject, lambda: (p, mass))
+        untried = children & (jnp.arange(num_nodes) > sibling[:, None]) & failed[:, None]
+        return _Tries(p, mass, _first(untried), jnp.where(accepted, sibling + 1, state.child))
+
+    start = _Tries(p, jnp.ones(batch, p.dtype), _first(children), jnp.zeros(batch, jnp.int32))
+    end = lax.while_loop(lambda state: (state.sibling >= 0).any(), attempt, start)
+    return end.child, end.p
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Tries:
+    """The siblings being tried: p as the rejections so far left it, its sum, the sibling up next (-1: none), the accepted
+    block index (0: none)."""
+
+    p: Float[Array, "B V"]
+    mass: Float[Array, "B"]
+    sibling: Int[Array, "B"]
+    child: Int[Array, "B"]
+
+
+def _uniforms(keys: Array, num_nodes: int) -> Float[Array, "B N+1 2"]:
+    """Two numbers in [0, 1) for each block index: [..., 0] decides on the node, [..., 1] draws the bonus token below it.
+
+    All at once and from the block index alone: the same node has the same numbers however large the block is.
+    """
+
+    def one(key: Array, block_index: Int[Array, ""]) -> Float[Array, "2"]:
+        return jax.random.uniform(jax.random.fold_in(key, block_index), (2,))
+
+    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, jnp.arange(num_nodes + 1))
+
+
+def _children(draft: Draft, node: Int[Array, "B"], where: Bool[Array, "B"]) -> Bool[Array, "B N"]:
+    """Valid draft nodes below the block index `node`, in rows where `where`."""
+    return draft.valid & (draft.parents == node[:, None] - 1) & where[:, None]
+
+
+def _first(mask: Bool[Array, "B N"]) -> Int[Array, "B"]:
+    """Index of the first True of each row, -1 if there is none."""
+    index = jnp.arange(mask.shape[1], dtype=jnp.int32)
+    first = jnp.where(mask, index, mask.shape[1]).min(-1, initial=mask.shape[1])
+    return jnp.where(first < mask.shape[1], first, -1)
+
+
+def _at(values: Shaped[Array, "B N *R"], index: Int[Array, "B"]) -> Shaped[Array, "B *R"]:
+    """`values[b, index[b]]`."""
+    return jax.vmap(lambda row, i: row[i])(values, index)
+
+
+def _put(values: Int[Array, "B N"], index: Int[Array, "B"], value: Int[Array, "B"], where) -> Int[Array, "B N"]:
+    """`values` with `value[b]` at `index[b]`, in rows where `where`."""
+    hit = (jnp.arange(values.shape[1]) == index[:, None]) & jnp.reshape(where, (-1, 1))
+    return jnp.where(hit, value[:, None], values)

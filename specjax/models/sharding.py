@@ -1,0 +1,34 @@
+"""Where parameters live: one table from logical axis names, declared where the parameter is, to the axes of a mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+RULES: dict[str, tuple[str, ...]] = {
+    "model": ("fsdp",),
+    "vocab": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffw": ("tensor",),
+    "experts": (),
+    "batch": ("data", "fsdp"),
+}
+
+
+def spec(shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of an array; an axis that does not divide evenly stays whole."""
+    parts: list[Any] = []
+    for size, axis in zip(shape, axes, strict=True):
+        names = tuple(n for n in RULES.get(axis or "", ()) if n in mesh.shape)
+        split = int(np.prod([mesh.shape[n] for n in names])) if names else 1
+        parts.append(names if split > 1 and size % split == 0 else None)
+    return PartitionSpec(*parts)
+
+
+def place(value: np.ndarray, dtype: Any, axes: tuple[str | None, ...], mesh: Mesh | None) -> jax.Array:
+    """Cast and put on the device, or over the mesh."""
+    if mesh is None:
+        return jnp.asarray(value, dtype)
+    return jax.device_put(np.asarray(value).astype(jnp.dtype(dtype)), NamedSharding(mesh, spec(value.shape, axes, mesh)))

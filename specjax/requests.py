@@ -1,0 +1,80 @@
+"""From what a user passes to what the engine takes: prompts to ids, limits, the law, keys. All checks before any compute."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.laws import LAWS, Law
+from specjax.models.target import Target
+from specjax.sampling import Rules
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+
+
+def encode(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of every prompt: raw text, chat messages (through the template), or ids as they are."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        raise InputError(f"prompts: expected a list of prompts, got {type(prompts).__name__}; write [prompt] for one")
+    if not prompts:
+        raise InputError("prompts: expected at least one, got an empty list")
+    return [_encode_one(target, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def _encode_one(target: Target, index: int, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str | Sequence | np.ndarray) or len(prompt) == 0:
+        raise InputError(f"prompt {index}: expected text, chat messages or token ids, got {prompt!r}")
+    if isinstance(prompt, str) or isinstance(prompt[0], dict):
+        if target.tokenizer is None:
+            raise InputError(f"prompt {index}: this target has no tokenizer; give token ids")
+        ids = target.tokenizer.encode(prompt) if isinstance(prompt, str) else target.tokenizer.encode_chat(list(prompt))
+        if not ids:
+            raise InputError(f"prompt {index}: {prompt!r} encodes to no token; give at least one")
+        return list(ids)
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise InputError(f"prompt {index}: expected token ids, got {token!r}")
+        if not 0 <= token < target.model.vocab_size:
+            raise InputError(f"prompt {index}: token id {token} is outside the vocabulary of {target.model.vocab_size}")
+    return [int(token) for token in prompt]
+
+
+def token_limit(target: Target, ids: list[list[int]], max_new_tokens: int) -> tuple[list[int], list[bool]]:
+    """Length at which each row ends, and whether that is the end of the context."""
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
+    context = target.model.max_positions
+    for i, prompt in enumerate(ids):
+        if len(prompt) >= context:
+            raise InputError(
+                f"prompt {i} has {len(prompt)} tokens, but the context of {context} must hold the prompt and at least "
+                "one new token; shorten it"
+            )
+    limits = [min(len(prompt) + int(max_new_tokens), context) for prompt in ids]
+    return limits, [len(prompt) + max_new_tokens > context for prompt in ids]
+
+
+def choose_law(law: Law | str | None, rules: Rules) -> Law:
+    """The law by name; None is greedy where every temperature is 0, else rejection sampling."""
+    if law is None:
+        law = "rejection" if rules.drawn else "greedy"
+    if isinstance(law, str):
+        if law not in LAWS:
+            raise InputError(f"unknown law {law!r}: expected one of {', '.join(map(repr, LAWS))}, or a law object")
+        law = LAWS[law]
+    if law.name == "greedy" and rules.drawn:
+        raise InputError("the greedy law needs temperature 0 in every row; use law='rejection', or leave it out")
+    return law
+
+
+def row_keys(seed: int | Sequence[int], batch: int) -> Any:
+    """One PRNG key a row. From one seed, row i takes stream i; a seed per prompt makes a row the same wherever it stands."""
+    if isinstance(seed, int | np.integer):
+        return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(int(seed)), i))(jnp.arange(batch))
+    if len(seed) != batch:
+        raise InputError(f"seed: expected one, or one for each of {batch} prompts, got {len(seed)}")
+    # as if each prompt were the first of its own batch
+    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), 0))(jnp.asarray(seed))

@@ -1,0 +1,105 @@
+"""What ends a row: EOS ids, and stop strings compiled into an automaton over tokens that runs inside the decoding loop.
+
+The automaton is Aho-Corasick over bytes, advanced by all the bytes of a token at once: `table[state, token]` is the next
+state. A string may begin and end anywhere inside tokens, and inside a block of accepted ones.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from specjax.errors import InputError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stops:
+    """Attributes:
+    eos: ids that end a row; padded with -1, which is no token.
+    table: next state of the automaton, `-1` once a stop string is complete; None without stop strings.
+    """
+
+    eos: Int[Array, "E"]
+    table: Int[Array, "Q V"] | None
+
+    def scan(
+        self, state: Int[Array, "B"], tokens: Int[Array, "B D"]
+    ) -> tuple[Bool[Array, "B D"], Bool[Array, "B D"], Int[Array, "B D"]]:
+        """Where tokens end a row: (by EOS, by a stop string, the automaton's state after each token)."""
+        ends = (tokens[:, :, None] == self.eos).any(-1)
+        if self.table is None:
+            return ends, jnp.zeros_like(ends), jnp.broadcast_to(state[:, None], tokens.shape)
+
+        def advance(state: Array, token: Array) -> tuple[Array, Array]:
+            state = jnp.where(state < 0, state, self.table[jnp.maximum(state, 0), token])
+            return state, state
+
+        states = jax.lax.scan(advance, state, tokens.T)[1].T
+        return ends, states < 0, states
+
+
+def make_stops(
+    eos: Sequence[int], strings: Sequence[str], token_bytes: Sequence[bytes] | None, vocab_size: int
+) -> Stops:
+    """Compile EOS ids and stop strings. Shapes are rounded up, so that another string of like length compiles nothing."""
+    ids = np.full(max(4, len(eos)), -1, np.int32)
+    ids[: len(eos)] = list(eos)
+    if not strings:
+        return Stops(jnp.asarray(ids), None)
+    if any(not isinstance(s, str) or not s for s in strings):
+        raise InputError(f"stop: expected non-empty strings, got {list(strings)!r}")
+    if token_bytes is None:
+        raise InputError("stop strings need the target's tokenizer, and this target has none; stop at token ids instead")
+    step = byte_automaton([s.encode() for s in strings])
+    return Stops(jnp.asarray(ids), jnp.asarray(token_automaton(step, token_bytes, vocab_size)))
+
+
+def byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
+    """Aho-Corasick: `[Q, 256]` next states, -1 where a string is completed; state 0 is the start."""
+    children: list[dict[int, int]] = [{}]
+    final = {0: False}
+    for string in strings:
+        state = 0
+        for byte in string:
+            if byte not in children[state]:
+                children.append({})
+                children[state][byte] = len(children) - 1
+                final[len(children) - 1] = False
+            state = children[state][byte]
+        final[state] = True
+    table = np.zeros((len(children), 256), np.int32)
+    fallback = [0] * len(children)
+    queue = deque([0])
+    while queue:  # breadth first: the fallback of a state is shallower, so its row is already filled in
+        state = queue.popleft()
+        table[state] = table[fallback[state]] if state else 0
+        for byte, child in children[state].items():
+            fallback[child] = int(table[fallback[state], byte]) if state else 0
+            final[child] = final[child] or final[fallback[child]]
+            queue.append(child)
+        for byte, child in children[state].items():
+            table[state, byte] = child
+    done = np.array([final[state] for state in range(len(children))])
+    return np.where(done[table], -1, table).astype(np.int32)
+
+
+def token_automaton(step: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """`[Q, V]` next states over whole tokens, Q rounded up to a multiple of 16. Ids past the tokenizer add no bytes."""
+    longest = max((len(b) for b in token_bytes), default=0)
+    padded = np.full((vocab_size, max(longest, 1)), -1, np.int32)
+    for token, text in enumerate(token_bytes[:vocab_size]):
+        padded[token, : len(text)] = list(text)
+    states = -(-len(step) // 16) * 16
+    table = np.zeros((states, vocab_size), np.int32)
+    for start in range(len(step)):
+        state = np.full(vocab_size, start, np.int32)
+        for column in padded.T:
+            moved = step[np.maximum(state, 0), np.maximum(column, 0)]
+            state = np.where((column < 0) | (state < 0), state, moved)
+        table[start] = state
+    return table
