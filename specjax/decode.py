@@ -1,6 +1,7 @@
 """The round: propose, verify, accept, commit. One step function, driven by a compiled loop (`run`) or by the host."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -142,12 +143,14 @@ def bound(draft: Draft, state: DecodeState) -> Draft:
 def ladder(drafter: Drafter) -> tuple[int, ...]:
     """Numbers of draft nodes that blocks are compiled for: 0 (a plain step), …, the whole draft.
 
-    A round uses the smallest that holds every row's draft. Each one costs compile time, so there are few.
+    A round uses the smallest that holds every row's draft. Each one costs compile time, so by default there are few: a
+    size close to the whole draft's would save next to nothing.
     """
-    if drafter.num_nodes == 0:
+    whole = drafter.num_nodes
+    if whole == 0:
         return (0,)
-    sizes = drafter.block_sizes or BLOCK_SIZES
-    return (0, *sorted({s - 1 for s in sizes if 1 < s <= drafter.num_nodes} | {drafter.num_nodes}))
+    sizes = drafter.block_sizes or tuple(size for size in BLOCK_SIZES if size < 0.75 * (whole + 1))
+    return (0, *sorted({size - 1 for size in sizes if 1 < size <= whole} | {whole}))
 
 
 BLOCK_SIZES = (4, 8, 16, 24, 32, 48)
@@ -180,7 +183,12 @@ def verify_and_accept(
         used = jnp.maximum(used, draft.probes.valid.any().astype(used.dtype))
     branch = jnp.searchsorted(jnp.asarray(sizes), used)
     branches = [lambda n=n: _branch(model, drafter, law, state, draft, n) for n in sizes]
-    return jax.lax.switch(branch, branches) if len(branches) > 1 else branches[0]()
+    if len(branches) == 1:
+        # A conditional orders the write of the cache after every read of it; without one, XLA copies the cache.
+        nothing = jax.eval_shape(branches[0])
+        zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), nothing)
+        return jax.lax.cond(state.running.any(), branches[0], zeros)
+    return jax.lax.switch(branch, branches)
 
 
 def _branch(

@@ -130,7 +130,10 @@ def process(logits: Float[Array, "B V"], rules: Rules, text: Text | None = None)
     logits = _edit(logits, rules, text)
     if not rules.drawn:
         return logits
-    return _tempered(logits, rules)
+    scaled, _, keep = _weigh(logits, rules)
+    if keep is not None:
+        scaled = jnp.where(keep, scaled, -jnp.inf)
+    return jnp.where((rules.temperature == 0)[:, None], logits, scaled) if rules.greedy else scaled
 
 
 def distribution(logits: Float[Array, "B V"], rules: Rules, text: Text | None = None) -> Float[Array, "B V"]:
@@ -144,7 +147,9 @@ def distribution(logits: Float[Array, "B V"], rules: Rules, text: Text | None = 
         sharp = (lax.broadcasted_iota(jnp.int32, logits.shape, 1) == argmax(logits)[:, None]).astype(jnp.float32)
         if not rules.drawn:
             return sharp
-    weights = jnp.exp(_tempered(logits, rules))
+    _, weights, keep = _weigh(logits, rules)
+    if keep is not None:
+        weights = jnp.where(keep, weights, 0.0)
     law = weights / weights.sum(-1, keepdims=True)
     return law if sharp is None else jnp.where((rules.temperature == 0)[:, None], sharp, law)
 
@@ -217,123 +222,83 @@ def _edit(logits: Float[Array, "B V"], rules: Rules, text: Text | None) -> Float
     return logits
 
 
-def _tempered(logits: Float[Array, "B V"], rules: Rules) -> Float[Array, "B V"]:
-    """Temperature and filters. Filters become one cut a row on the untempered logits, so that no rounding moves a token
-    across it; all that follows is one pass over the row."""
-    greedy = rules.temperature == 0
-    temperature = jnp.where(greedy, 1.0, rules.temperature)
-    if "top_k" in rules.filters or "top_p" in rules.filters:
-        top = lax.top_k(logits, min(_TOP, logits.shape[1]))[0]
-    else:
-        top = logits.max(-1, keepdims=True)
-    largest = top[:, :1]
-    keep = jnp.ones((), bool)
-    cut = jnp.full(logits.shape[:1], -jnp.inf)
+def _weigh(
+    logits: Float[Array, "B V"], rules: Rules
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"], Bool[Array, "B V"] | None]:
+    """Tempered logits with maximum 0, their exponentials with maximum 1, and which of them the filters keep (None: all).
+
+    Every filter compares those same exponentials, so that rounding moves no token across a cut between two passes.
+    """
+    active = rules.temperature > 0
+    temperature = jnp.where(active, rules.temperature, 1.0)
+    scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
+    weights = jnp.exp(scaled)
+    if not rules.filters:
+        return scaled, weights, None
+    weights = lax.optimization_barrier(weights)
+    size = logits.shape[1]
+    cut = jnp.zeros(logits.shape[:1])
     if "top_k" in rules.filters:
-        cut = _top_k_cut(logits, top, jnp.where(greedy, 0, rules.top_k))
+        on = active & (rules.top_k > 0) & (rules.top_k < size)
+        cut = jnp.where(on, _cut(weights, jnp.ones_like, rules.top_k.astype(jnp.float32), on, cut), cut)
     if "top_p" in rules.filters:
-        cut = _top_p_cut(logits, top, jnp.where(greedy, 1.0, rules.top_p), temperature, cut)
-    scaled = (logits - largest) / temperature[:, None]
-    keep = logits >= cut[:, None]
+        on = active & (rules.top_p < 1)
+        total = jnp.where(weights >= cut[:, None], weights, 0.0).sum(-1)
+        # All the tokens at or below `floor` together weigh at most half of what top-p leaves out. Tokens below the cut of
+        # top-k do not disturb: where they would count, those above it alone exceed the limit.
+        floor = (1 - rules.top_p) * total / (2 * size)
+        cut = jnp.where(on, _cut(weights, lambda x: x, rules.top_p * total, on, floor), cut)
     if "min_p" in rules.filters:
-        keep &= scaled >= jnp.log(rules.min_p)[:, None]
-    if rules.filters:
-        scaled = jnp.where(keep, scaled, -jnp.inf)
-    return jnp.where(greedy[:, None], logits, scaled) if rules.greedy else scaled
+        cut = jnp.maximum(cut, jnp.where(active, rules.min_p, 0.0))
+    return scaled, weights, weights >= cut[:, None]
 
 
-# How many of the largest logits are looked at first; most cuts fall among them (lax.top_k is one scan of the row on CPU).
-_TOP = 64
-
-
-def _top_k_cut(
-    logits: Float[Array, "B V"], top: Float[Array, "B W"], top_k: Int[Array, "B"]
-) -> Float[Array, "B"]:
-    """The k-th largest logit of each row, -inf where k is 0."""
-    width = top.shape[1]
-    fast = jnp.take_along_axis(top, jnp.clip(top_k - 1, 0, width - 1)[:, None], axis=1)[:, 0]
-    far = top_k > width
-
-    def search() -> Float[Array, "B"]:
-        def over(middle: Float[Array, "B"]) -> Bool[Array, "B"]:
-            return (logits > middle[:, None]).sum(-1, dtype=jnp.int32) >= top_k
-
-        bottom = jnp.full(top_k.shape, _key(jnp.float32(-jnp.inf)) - 1)
-        return jnp.where(far, _bisect(over, bottom, jnp.where(far, _key(top[:, -1]), bottom)), fast)
-
-    cut = lax.cond(far.any(), search, lambda: fast)
-    return jnp.where(top_k == 0, -jnp.inf, cut)
-
-
-def _top_p_cut(
-    logits: Float[Array, "B V"],
-    top: Float[Array, "B W"],
-    top_p: Float[Array, "B"],
-    temperature: Float[Array, "B"],
+def _cut(
+    weights: Float[Array, "B V"],
+    measure: Callable[[Array], Array],
+    limit: Float[Array, "B"],
+    on: Bool[Array, "B"],
     floor: Float[Array, "B"],
 ) -> Float[Array, "B"]:
-    """The smallest logit that top-p keeps among those at or above `floor`; `floor` where top-p is 1."""
+    """The smallest value v in (floor, 1] such that the weights above v measure less than `limit`; rows not `on`: any value.
 
-    def weigh(values: Float[Array, "B X"]) -> Float[Array, "B X"]:
-        scaled = (values - top[:, :1]) / temperature[:, None]
-        return jnp.where(values >= floor[:, None], jnp.exp(scaled), 0.0)
-
-    limit = top_p * weigh(logits).sum(-1)
-    larger = top[:, None, :] > top[:, :, None]
-    above = jnp.where(larger, weigh(top)[:, None, :], 0.0).sum(-1)
-    kept = (above < limit[:, None]) & (top >= floor[:, None])
-    fast = jnp.where(kept, top, jnp.inf).min(-1)
-    last = top[:, -1]
-    far = (fast <= last) & (floor < last) & (top_p < 1)
-
-    def search() -> Float[Array, "B"]:
-        scaled = lax.optimization_barrier((logits - top[:, :1]) / temperature[:, None])
-        weights = lax.optimization_barrier(weigh(logits))
-
-        def over(middle: Float[Array, "B"]) -> Bool[Array, "B"]:
-            return jnp.where(scaled > middle[:, None], weights, 0.0).sum(-1) >= limit
-
-        # All tokens at or below this together weigh less than what top-p leaves out, so the cut is above it.
-        bottom = jnp.log1p(-top_p) + jnp.log(limit / (top_p * logits.shape[1])) - 1.0
-        bottom = _key(bottom)
-        cut = _bisect(over, bottom, jnp.where(far, _key(scaled_last), bottom))
-        slow = jnp.where(scaled >= cut[:, None], logits, jnp.inf).min(-1)
-        return jnp.where(far, jnp.maximum(slow, floor), fast)
-
-    scaled_last = (last - top[:, 0]) / temperature
-    cut = lax.cond(far.any(), search, lambda: fast)
-    return jnp.where(top_p < 1, cut, floor)
-
-
-def _bisect(
-    over: Callable[[Float[Array, "B"]], Bool[Array, "B"]], low: Int[Array, "B"], high: Int[Array, "B"]
-) -> Float[Array, "B"]:
-    """The smallest float between the keys `low` (excluded) and `high` that is not `over`; `over` falls with its argument.
-
-    Bisection on the bit pattern: exact, at most 32 rounds, each one pass over [B, V].
+    That v is one of the weights. Bisection on the bit pattern of the float (the order of floats that are not negative is
+    that of their bits), one pass over [B, V] a round, would take about 27 rounds. Two short cuts: the first round asks
+    whether the cut is the largest weight, 1; and once an interval is so narrow that it should hold about one weight, every
+    second round moves its upper end to the largest weight in it, which ends the search if that is the cut.
     """
 
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
-        above, searching = over(_float(middle)), low + 1 < high
-        return jnp.where(searching & above, middle, low), jnp.where(searching & ~above, middle, high)
+    def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        turn, low, high = state
+        snap = (turn >= _COARSE) & (turn % 2 == 0)
+        top = lax.cond(snap, lambda: jnp.maximum(largest_up_to(high), low + 1), lambda: high)
+        middle = jnp.where(snap | (turn == 0), top - 1, low + (high - low) // 2)
+        over = jnp.where(weights > _float(middle)[:, None], measure(weights), 0.0).sum(-1) >= limit
+        searching = low + 1 < high
+        high = jnp.where(searching, jnp.where(over, top, middle), high)
+        return turn + 1, jnp.where(searching & over, middle, low), high
 
-    def open_(bounds: tuple[Array, Array]) -> Bool[Array, ""]:
-        return (bounds[0] + 1 < bounds[1]).any()
+    def largest_up_to(bits: Int[Array, "B"]) -> Int[Array, "B"]:
+        return _bits(jnp.where(weights <= _float(bits)[:, None], weights, 0.0).max(-1))
 
-    return _float(lax.while_loop(open_, halve, (low, high))[1])
-
-
-def _key(value: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """Integers in the order of the floats."""
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    high = jnp.full(limit.shape, _bits(jnp.float32(1)))
+    low = jnp.where(on, _bits(floor), high)
+    _, _, high = lax.while_loop(lambda state: (state[1] + 1 < state[2]).any(), search, (jnp.int32(0), low, high))
+    return _float(high)
 
 
-def _float(key: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """The inverse of `_key`."""
-    return lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
+_COARSE = 16  # rounds of bisection that narrow 20 octaves to about 1/1600 of one
+
+
+def _bits(value: Float[Array, "*B"]) -> Int[Array, "*B"]:
+    return lax.bitcast_convert_type(value, jnp.int32)
+
+
+def _float(bits: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_COLDEST = np.float32(1e-20)
 
 
 def _columns(sampling: Sampling, batch: int) -> dict[str, np.ndarray]:
@@ -360,12 +325,15 @@ def _columns(sampling: Sampling, batch: int) -> dict[str, np.ndarray]:
             raise InputError(
                 f"sampling: {name} has shape {column.shape}; expected one number, or {batch}, one for each prompt"
             )
-        column = np.broadcast_to(column.astype(np.float64), (batch,))
+        column = np.broadcast_to(column.astype(np.float64 if name == "top_k" else np.float32), (batch,))
         wrong = ~(np.isfinite(column) & holds(column))
         if wrong.any():
             raise InputError(f"sampling: {name} is {column[wrong][0]:g}; expected {expected}")
-        kind = np.int32 if name == "top_k" else np.float32
-        columns[name] = np.minimum(column, np.iinfo(np.int32).max).astype(kind) if name == "top_k" else column.astype(kind)
+        columns[name] = column
+    columns["top_k"] = np.minimum(columns["top_k"], np.iinfo(np.int32).max).astype(np.int32)
+    # XLA flushes subnormal numbers to zero, and 0 means greedy: keep apart what was given apart.
+    temperature = columns["temperature"]
+    columns["temperature"] = np.where(temperature > 0, np.maximum(temperature, _COLDEST), temperature)
     if not all(callable(processor) for processor in sampling.processors):
         raise InputError("sampling: processors must be functions f(logits [V], tokens [S], length) -> logits [V]")
     return columns

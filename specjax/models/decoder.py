@@ -72,10 +72,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Scores of every token, float32."""
         head = self.embed[...] if self.config.tie_embeddings else self.head[...]
-        # [V, M] @ [M, B*T]: of the layouts XLA's CPU matmul offers, much the fastest one for a few rows
         rows = hidden.reshape(-1, hidden.shape[-1])
-        scores = jax.lax.dot_general(head, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return scores.T.reshape(*hidden.shape[:-1], -1)
+        scores = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return scores.reshape(*hidden.shape[:-1], -1)
 
     @property
     def vocab_size(self) -> int:
@@ -172,13 +171,14 @@ class Layer(nnx.Module):
         qkv = project(x, self.qkv[...])
         if c.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
-        q, k, v = qkv[:, :, :, :-2], qkv[:, :, :, -2:-1], qkv[:, :, :, -1]
-        if c.qk_norm:
-            q, k = self.norm(q, self.q_norm), self.norm(k, self.k_norm)
         tables, block_mask, cache_mask = view.of(c.windows[self.index])
-        q = F.rotate(q, tables).transpose(0, 2, 3, 1, 4)  # [B, K, G, T, D]
-        k = F.rotate(k, tables)[:, :, :, 0].transpose(0, 2, 1, 3)  # [B, K, T, D]
-        v = v.transpose(0, 2, 1, 3)
+        if c.qk_norm:
+            q, k = self.norm(qkv[:, :, :, :-2], self.q_norm), self.norm(qkv[:, :, :, -2:-1], self.k_norm)
+            turned = F.rotate(jnp.concatenate([q, k], axis=3), tables)
+        else:
+            turned = F.rotate(qkv[:, :, :, :-1], tables)
+        turned = turned.transpose(0, 2, 3, 1, 4)  # [B, K, G+1, T, D]
+        q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, :, -1].transpose(0, 2, 1, 3)
         mixed = F.attention(q, (k, v), block_mask, cache, cache_mask, c.attention_scale)
         mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], -1)
         out = project(mixed, self.out[...].reshape(-1, c.hidden_size))

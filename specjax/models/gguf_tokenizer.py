@@ -1,5 +1,6 @@
 """The tokenizer in a GGUF file's metadata, built again as a fast tokenizer."""
 
+import os
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -14,8 +15,6 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
     Raises:
         CheckpointError: no tokenizer in the file, or a kind of tokenizer or pre-tokenizer that is not known.
     """
-    from transformers import PreTrainedTokenizerFast
-
     key = _Keys(file)
     kind, tokens = key.need("ggml.model"), key.need("ggml.tokens")
     if kind == "gpt2":
@@ -47,12 +46,29 @@ def tokenizer_from_gguf(file: GgufFile) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=" ".join(single), pair=" ".join([*single, *second]), special_tokens=around
         )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=key.get("chat_template"),
         clean_up_tokenization_spaces=False,
         **special,
     )
+
+
+def import_transformers() -> Any:
+    """The `transformers` package, imported late (it takes a second) and without its advice to install PyTorch, of
+    which its tokenizers have no need.
+    """
+    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(quiet)
+    os.environ[quiet] = "1"
+    try:
+        import transformers
+    finally:
+        if before is None:
+            del os.environ[quiet]
+        else:
+            os.environ[quiet] = before
+    return transformers
 
 
 def byte_alphabet() -> dict[int, str]:

@@ -38,7 +38,7 @@ class Target:
         files: the weights' files.
     """
 
-    model: Any
+    model: Any = field(repr=False)  # thousands of lines otherwise
     tokenizer: Tokenizer | None = None
     name: str = ""
     revision: str | None = None
@@ -49,7 +49,8 @@ class Target:
     @cached_property
     def weights_hash(self) -> str:
         """sha256 of the weights' file, or of the files' hashes in the order of their names; "" for a model that came
-        from none. The files are read when it is first asked for."""
+        from none. The files are read when it is first asked for.
+        """
         digests = []
         for file in sorted(self.files):
             with open(file, "rb") as f:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.errors import CheckpointError, InputError
 from specjax.models.gguf_file import GgufFile
-from specjax.models.gguf_tokenizer import byte_alphabet, tokenizer_from_gguf
+from specjax.models.gguf_tokenizer import byte_alphabet, import_transformers, tokenizer_from_gguf
 
 Message = Mapping[str, Any]
 
@@ -27,18 +27,20 @@ class Tokenizer:
         self.backend = backend
         self.source = source
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.source!r}, vocab_size={self.vocab_size})"
+
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer | None":
         """The tokenizer of a Hugging Face directory; None where the directory has none."""
         path = Path(path)
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+        transformers = import_transformers()
         try:
             if (path / "tokenizer.json").exists():
                 # The file says everything; the class that tokenizer_config.json names may rebuild parts of it.
-                backend = PreTrainedTokenizerFast.from_pretrained(str(path))
+                backend = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
             elif any((path / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
-                backend = AutoTokenizer.from_pretrained(str(path))
+                backend = transformers.AutoTokenizer.from_pretrained(str(path))
             else:
                 return None
         except Exception as e:  # the libraries raise many types, down to a bare Exception for a damaged file
@@ -55,8 +57,11 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **options: Any) -> list[int]:
-        """Chat messages through the model's template, rendered once. The text is encoded without adding special
-        tokens: the template writes those it wants, and a second BOS would be read as part of the text."""
+        """Chat messages through the model's template, rendered once.
+
+        The text is encoded without adding special tokens: the template writes those it wants, and a second BOS would
+        be read as part of the text.
+        """
         text = self.render_chat(messages, add_generation_prompt, **options)
         return self._encode(text, add_special_tokens=False)
 

@@ -44,7 +44,7 @@ def to_gguf(tmp_path: Path) -> Callable[..., Path]:
         arch = ARCHITECTURES[config["model_type"]]
         file = tmp_path / "model.gguf"
         writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
-        keys = describe(gguf.MODEL_ARCH_NAMES[arch], config) | (metadata or {})
+        keys = describe(gguf.MODEL_ARCH_NAMES[arch], config) | dict(metadata or {})
         for key, value in keys.items():
             add(writer, key, value)
         tensors = rename(arch, config, load_file(folder / "model.safetensors"))

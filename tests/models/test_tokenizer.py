@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def test_byte_level_as_the_original(pair: tuple[Tokenizer, Fast]) -> None:
 
 def test_digits_of_smollm_stay_apart(vocabulary: Vocabulary) -> None:
     together, apart = (from_metadata(vocabulary(byte_level(pre), "gpt2", pre, 2)) for pre in ("gpt-2", "smollm"))
-    assert len(together.encode("12")) == 1
-    assert len(apart.encode("12")) == 2
+    assert len(together.encode(" 12")) == 1
+    assert len(apart.encode(" 12")) == 3
 
 
 def test_bytes_join_to_the_text(pair: tuple[Tokenizer, Fast]) -> None:
@@ -96,7 +97,7 @@ def test_bytes_join_to_the_text(pair: tuple[Tokenizer, Fast]) -> None:
     assert table[0] == table[1] == b""
     rng = np.random.default_rng(0)
     for _ in range(200):
-        ids = rng.integers(0, tokenizer.vocab_size, 12)
+        ids = rng.integers(0, tokenizer.vocab_size, 12).tolist()
         assert b"".join(table[i] for i in ids).decode("utf-8", "replace") == tokenizer.decode(ids)
 
 
@@ -168,7 +169,7 @@ def merge_by_score(pieces: dict[str, float], text: str) -> list[str]:
     """SentencePiece's own rule: join the two neighbours that make the piece of the best score, the first such two."""
     parts = list(text)
     while True:
-        joined = [(pieces.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        joined = [(pieces.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(pairwise(parts))]
         best, at = max(joined, default=(-np.inf, 0))
         if best == -np.inf:
             return parts
@@ -200,7 +201,7 @@ def test_sentencepiece_bytes_join_to_the_text(vocabulary: Vocabulary) -> None:
     assert table[:3] == [b"", b"", b""]
     rng = np.random.default_rng(0)
     for _ in range(100):  # without lone bytes, each of which the decoder shows as its own replacement character
-        drawn = rng.integers(len(SPM_SPECIAL) + 256, tokenizer.vocab_size, 12)
+        drawn = rng.integers(len(SPM_SPECIAL) + 256, tokenizer.vocab_size, 12).tolist()
         assert b"".join(table[i] for i in drawn).decode().removeprefix(" ") == tokenizer.decode(drawn)
 
 
@@ -239,7 +240,7 @@ def test_gemma_takes_the_order_of_its_pieces(vocabulary: Vocabulary) -> None:
 def test_unusable_metadata(changes: dict[str, Any], part: str, vocabulary: Vocabulary) -> None:
     metadata = vocabulary(byte_level("gpt-2"), "gpt2", "gpt-2", 2)
     metadata |= {f"tokenizer.ggml.{k}": v for k, v in changes.items()}
-    with pytest.raises(CheckpointError, match="model.gguf") as caught:
+    with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:
         from_metadata({k: v for k, v in metadata.items() if v is not None})
     assert part in str(caught.value)
     assert "\n" not in str(caught.value)

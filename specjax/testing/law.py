@@ -1,0 +1,207 @@
+"""The law test: do sampled texts follow the target's own law?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax import decode
+from specjax.drafters.plain import Plain
+from specjax.errors import InputError, SpecjaxError
+from specjax.laws import Law
+from specjax.models.prefill import padded_length
+from specjax.models.target import Target
+from specjax.requests import choose_law
+from specjax.sampling import Rules, Sampling
+from specjax.state import BROKEN, DecodeState, Drafter
+from specjax.stops import make_stops
+from specjax.testing.exact import exact_law
+from specjax.testing.models import tiny_target
+
+SIGMAS = 5  # a right law fails about once in a million tests
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """What a law test found, for the prompt that did worst.
+
+    Attributes:
+        distance: total variation between the empirical and the exact law of the first tokens.
+        noise: the distance that sampling noise explains: mean plus five standard deviations of what texts drawn from the
+            exact law itself would show.
+        expected: that mean.
+        passed: no prompt's distance is above its noise.
+        samples: texts drawn, over all prompts.
+        distances: per prompt.
+        crossed: share of the texts that took more than one round.
+        acceptance_rate: accepted / proposed draft tokens; None where nothing was proposed.
+    """
+
+    distance: float
+    noise: float
+    expected: float
+    passed: bool
+    samples: int
+    distances: tuple[float, ...]
+    crossed: float
+    acceptance_rate: float | None
+
+
+def law_test(
+    target: Target | Any,
+    drafter: Drafter | None = None,
+    law: Law | str | None = None,
+    sampling: Sampling | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    num_tokens: int = 3,
+    samples: int = 200_000,
+    seed: int = 0,
+    rows: int = 8192,
+    exact: Sequence[Float[np.ndarray, "..."]] | None = None,
+) -> LawResult:
+    """Compare the law of the first `num_tokens` committed tokens with the target's own.
+
+    The engine decodes thousands of copies of the prompts at once, each with its own key. Rounds go on until every copy
+    has its tokens, so most texts cross from one round into the next, and drafts are not cut short at the end of the text.
+    EOS ids do not end a text here.
+
+    Args:
+        target: with a small vocabulary: `V ** num_tokens` texts are counted. A `TableModel`, or a tiny model.
+        law: as in `generate`.
+        sampling: None is temperature 1; per-prompt settings may be sequences.
+        prompts: token ids, best of unequal length; None for two short ones.
+        num_tokens: tokens whose joint law is compared.
+        samples: texts to draw, over all prompts (rounded up to whole batches).
+        rows: batch size.
+        exact: the law to compare with, one array `[V] * num_tokens` a prompt; None: `exact_law` finds it.
+    """
+    target = target if isinstance(target, Target) else tiny_target(target)
+    size = target.model.vocab_size
+    drafter = Plain() if drafter is None else drafter
+    sampling = Sampling(temperature=1.0) if sampling is None else sampling
+    prompts = [[1, 0, 2 % size, 1], [size - 1]] if prompts is None else [list(p) for p in prompts]
+    if len(prompts) < 2 or num_tokens < 1 or size**num_tokens > 1_000_000:
+        raise InputError(
+            f"law_test: expected two prompts or more, and at most 1,000,000 texts; got {len(prompts)} prompts and "
+            f"{size} ** {num_tokens} texts"
+        )
+    rules = sampling.rules(len(prompts))
+    if exact is None:
+        exact = [exact_law(target, p, num_tokens, _settings(sampling, i)) for i, p in enumerate(prompts)]
+    copies = -(-min(rows, samples) // len(prompts))
+    calls = -(-samples // (copies * len(prompts)))
+    counts = np.zeros((len(prompts), size**num_tokens), np.int64)
+    crossed = proposed = accepted = 0
+    draw = partial(_draw, target.model, drafter, choose_law(law, rules), **_batch(prompts, copies, num_tokens, drafter))
+    stops = make_stops((), (), None, size)
+    tiled = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rules)
+    for key in jax.random.split(jax.random.key(seed), calls):
+        texts, first, state = draw(rules=tiled, stops=stops, key=jax.random.split(key, copies * len(prompts)))
+        if (np.asarray(state.finish) == BROKEN).any():
+            raise SpecjaxError("law_test: the target's law was not finite or allowed no token")
+        codes = np.ravel_multi_index(tuple(np.asarray(texts).T), (size,) * num_tokens)
+        counts += np.stack([np.bincount(c, minlength=size**num_tokens) for c in codes.reshape(len(prompts), copies)])
+        crossed += int((np.asarray(first) < num_tokens).sum())
+        proposed += int(state.counters.proposed.sum())
+        accepted += int(state.counters.accepted.sum())
+    return _compare(counts, exact, crossed, accepted / proposed if proposed else None, seed)
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What `_draw` returns besides the texts: a `DecodeState` without its large arrays."""
+
+    finish: Int[Array, "B"]
+    counters: Any
+
+
+jax.tree_util.register_dataclass(_Sampled)
+
+
+@partial(jax.jit, static_argnums=2, static_argnames=("longest", "num_tokens"))
+def _draw(
+    model: Any,
+    drafter: Drafter,
+    law: Law,
+    *,
+    tokens: Int[Array, "B S"],
+    prompt_length: Int[Array, "B"],
+    limit: Int[Array, "B"],
+    rules: Rules,
+    stops: Any,
+    key: Array,
+    longest: int,
+    num_tokens: int,
+) -> tuple[Int[Array, "B n"], Int[Array, "B"], _Sampled]:
+    """The first tokens of every row, and how many of them the first round gave."""
+    state = decode.prefill(model, drafter, tokens, prompt_length, limit, rules, stops, key, longest=longest)
+
+    def short(carry: tuple[DecodeState, Array]) -> Array:
+        state = carry[0]
+        return (state.running & (state.length < state.prompt_length + num_tokens)).any()
+
+    def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, info = decode.step(model, drafter, law, carry[0])
+        return state, jnp.where(state.round == 1, info.count, carry[1])
+
+    state, first = jax.lax.while_loop(short, body, (state, jnp.zeros_like(prompt_length)))
+    places = prompt_length[:, None] + jnp.arange(num_tokens)
+    return jnp.take_along_axis(state.tokens, places, axis=1), first, _Sampled(state.finish, state.counters)
+
+
+def _batch(prompts: list[list[int]], copies: int, num_tokens: int, drafter: Drafter) -> dict[str, Any]:
+    """The engine's arguments for `copies` of each prompt, those of one prompt next to each other.
+
+    The limit leaves room for a whole draft and its bonus token behind the last token that is looked at.
+    """
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    limits = lengths + num_tokens + drafter.max_depth
+    longest = padded_length(int(lengths.max()) - 1) if lengths.max() > 1 else 0
+    tokens = np.zeros((len(prompts), max(decode.capacity(int(limits.max()), drafter), longest)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return {
+        "tokens": jnp.asarray(np.repeat(tokens, copies, axis=0)),
+        "prompt_length": jnp.asarray(np.repeat(lengths, copies)),
+        "limit": jnp.asarray(np.repeat(limits, copies)),
+        "longest": longest,
+        "num_tokens": num_tokens,
+    }
+
+
+def _compare(
+    counts: Int[np.ndarray, "P X"],
+    exact: Sequence[Float[np.ndarray, "..."]],
+    crossed: int,
+    acceptance_rate: float | None,
+    seed: int,
+) -> LawResult:
+    """Total variation of each prompt's counts from its exact law, beside that of counts drawn from the exact law."""
+    random = np.random.default_rng(seed)
+    worst, distances = None, []
+    for row, law in zip(counts, exact, strict=True):
+        p = np.asarray(law, np.float64).reshape(-1)
+        p = p / p.sum()
+        drawn = random.multinomial(row.sum(), p, size=200) / row.sum()
+        null = 0.5 * np.abs(drawn - p).sum(-1)
+        distance = 0.5 * float(np.abs(row / row.sum() - p).sum())
+        noise = float(null.mean() + SIGMAS * null.std()) + 1e-9
+        distances.append(distance)
+        if worst is None or distance / noise > worst[0] / worst[1]:
+            worst = (distance, noise, float(null.mean()))
+    distance, noise, expected = worst
+    samples = int(counts.sum())
+    return LawResult(
+        distance, noise, expected, distance <= noise, samples, tuple(distances), crossed / samples, acceptance_rate
+    )
+
+
+def _settings(sampling: Sampling, prompt: int) -> Sampling:
+    """One prompt's settings."""
+    values = {f.name: getattr(sampling, f.name) for f in fields(sampling) if f.name != "processors"}
+    return replace(sampling, **{name: v if np.ndim(v) == 0 else v[prompt] for name, v in values.items()})
