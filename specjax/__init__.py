@@ -6,6 +6,7 @@ from specjax.drafters.plain import Plain
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import CheckpointError, InputError, SpecjaxError
 from specjax.generate import Generation, Piece, Round, generate, stream
+from specjax.job import Job, prepare
 from specjax.laws import Greedy, Path, Rejection
 from specjax.metrics import Stats
 from specjax.models.target import Target, load
@@ -23,6 +24,7 @@ __all__ = [
     "Generation",
     "Greedy",
     "InputError",
+    "Job",
     "Path",
     "Piece",
     "Plain",
@@ -37,6 +39,7 @@ __all__ = [
     "generate",
     "load",
     "prefill",
+    "prepare",
     "run",
     "step",
     "stream",

@@ -221,9 +221,7 @@ def _branch(
         block_tokens=jnp.int32(seen.logits.shape[1]),
         broken=path.bonus >= seen.logits.shape[-1],
     )
-    path = replace(
-        path, nodes=pad(path.nodes, drafter.max_depth + 1), tokens=pad(path.tokens, drafter.max_depth + 1)
-    )
+    path = replace(path, nodes=pad(path.nodes, drafter.max_depth + 1), tokens=pad(path.tokens, drafter.max_depth + 1))
     return verified, path
 
 
@@ -279,9 +277,7 @@ def commit(state: DecodeState, draft: Draft, seen: Verified, path: Path) -> tupl
     trace = state.trace
     if trace is not None:
         accepted = jnp.minimum(path.accepted, count)
-        new = Trace(
-            draft.tokens, draft.parents, draft.valid, path.nodes, accepted, tokens, count, seen.block_tokens
-        )
+        new = Trace(draft.tokens, draft.parents, draft.valid, path.nodes, accepted, tokens, count, seen.block_tokens)
         trace = jax.tree.map(lambda old, row: old.at[state.round].set(row), trace, new)
     after = replace(
         state,
@@ -298,9 +294,7 @@ def commit(state: DecodeState, draft: Draft, seen: Verified, path: Path) -> tupl
     return after, Round(draft, nodes, tokens, count, state.length, seen.features, seen.logits)
 
 
-def tally(
-    counters: Counters, draft: Draft, path: Path, count: Int[Array, "B"], cut: Bool[Array, "B"]
-) -> Counters:
+def tally(counters: Counters, draft: Draft, path: Path, count: Int[Array, "B"], cut: Bool[Array, "B"]) -> Counters:
     """Count one round. What lies beyond a cut is not counted, neither as proposed nor as accepted."""
     depth = depths(draft.parents, draft.valid)
     active = count > 0

@@ -3,27 +3,18 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode
-from specjax.drafters.check import check_drafter
-from specjax.drafters.plain import Plain
-from specjax.errors import InputError, SpecjaxError
+from specjax.errors import SpecjaxError
+from specjax.job import Job, prepare
 from specjax.laws import Law
 from specjax.metrics import Stats
-from specjax.models.prefill import padded_length
 from specjax.models.target import Target
-from specjax.requests import Prompt, choose_law, encode, row_keys, token_limit
+from specjax.requests import Prompt
 from specjax.sampling import Sampling
 from specjax.state import BROKEN, FINISH_REASONS, STOP_STRING, Counters, DecodeState, Drafter
-from specjax.stops import make_stops
-
-BUCKET = 128  # text and cache capacities are rounded up to it: masked attention still reads all of them
 
 
 @dataclass(frozen=True)
@@ -119,25 +110,23 @@ def generate(
         InputError: a prompt, option or drafter that cannot be used, before anything is computed.
         SpecjaxError: the target's logits were not finite.
     """
-    state, programs, ids = _start(
-        target, prompts, drafter, law, max_new_tokens, sampling, stop, seed, logprobs=logprobs, trace=trace
-    )
+    job = prepare(target, prompts, drafter, law, max_new_tokens, sampling, stop, seed, logprobs, trace)
     begin = time.perf_counter()
-    state = jax.block_until_ready(state())
+    state = jax.block_until_ready(job.prefill())
     filled = time.perf_counter()
-    state = jax.block_until_ready(programs.run(state))
+    state = jax.block_until_ready(job.run(state))
     end = time.perf_counter()
     finish = np.asarray(state.finish)
     length = np.asarray(state.length)
     tokens = np.asarray(state.tokens)
     _refuse_broken(finish, length)
+    ids = job.prompt_ids
     new = [tokens[i, len(p) : length[i]].tolist() for i, p in enumerate(ids)]
-    strings = _strings(stop)
     rows = row_stats(state.counters, [len(n) for n in new])
     return Generation(
         prompt_ids=ids,
         token_ids=new,
-        texts=[_final_text(target, n, strings, int(f)) for n, f in zip(new, finish, strict=True)],
+        texts=[_final_text(target, n, job.stop, int(f)) for n, f in zip(new, finish, strict=True)],
         finish_reasons=[FINISH_REASONS[int(f)] for f in finish],
         stats=Stats.total(rows),
         row_stats=rows,
@@ -162,17 +151,17 @@ def stream(
 
     Errors in the arguments are raised at once, not at the first piece.
     """
-    state, programs, ids = _start(target, prompts, drafter, law, max_new_tokens, sampling, stop, seed)
-    return _pieces(target, state, programs, ids, _strings(stop))
+    return _pieces(prepare(target, prompts, drafter, law, max_new_tokens, sampling, stop, seed))
 
 
-def _pieces(target: Target, start: Any, programs: "_Programs", ids: list[list[int]], strings: list[str]) -> Iterator[Piece]:
-    state = start()
+def _pieces(job: Job) -> Iterator[Piece]:
+    target, ids, strings = job.target, job.prompt_ids, job.stop
+    state = job.prefill()
     shown = [0] * len(ids)
     done = np.array([len(p) for p in ids])
     finish = np.zeros(len(ids), np.int32)
     while (finish == 0).any():
-        state = programs.step(state)
+        state, _ = job.step(state)
         finish, length, tokens = (np.asarray(x) for x in (state.finish, state.length, state.tokens))
         _refuse_broken(finish, length)
         for i in np.flatnonzero(length > done):
@@ -187,69 +176,6 @@ def _pieces(target: Target, start: Any, programs: "_Programs", ids: list[list[in
             )
             shown[i] = max(shown[i], len(text))
         done = length
-
-
-@dataclass(frozen=True)
-class _Programs:
-    run: Any
-    step: Any
-
-
-def _start(
-    target: Target,
-    prompts: Sequence[Prompt],
-    drafter: Drafter | None,
-    law: Law | str | None,
-    max_new_tokens: int,
-    sampling: Sampling | None,
-    stop: str | Sequence[str],
-    seed: int | Sequence[int],
-    logprobs: bool = False,
-    trace: bool = False,
-) -> tuple[Any, _Programs, list[list[int]]]:
-    """Check everything, then return (a function that prefills, the compiled programs, the prompts' ids)."""
-    drafter = Plain() if drafter is None else drafter
-    sampling = Sampling() if sampling is None else sampling
-    ids = encode(target, prompts)
-    limits, context_ends = token_limit(target, ids, max_new_tokens)
-    rules = sampling.rules(len(ids))
-    chosen = choose_law(law, rules)
-    check_drafter(drafter, target)
-    tokenizer = target.tokenizer
-    token_bytes = tokenizer.token_bytes() if tokenizer is not None else None
-    stops = make_stops(target.eos_token_ids, _strings(stop), token_bytes, target.model.vocab_size)
-    key = row_keys(seed, len(ids))
-
-    longest = padded_length(max(len(p) for p in ids) - 1) if max(len(p) for p in ids) > 1 else 0
-    size = max(decode.capacity(max(limits), drafter), longest)
-    size = -(-size // BUCKET) * BUCKET
-    tokens = np.zeros((len(ids), size), np.int32)
-    for i, p in enumerate(ids):
-        tokens[i, : len(p)] = p
-    rows = {
-        "tokens": tokens,
-        "prompt_length": np.array([len(p) for p in ids], np.int32),
-        "limit": np.array(limits, np.int32),
-        "context_ends": np.array(context_ends),
-    }
-    start = partial(
-        _prefill,
-        target.model,
-        drafter,
-        rules=rules,
-        stops=stops,
-        key=key,
-        longest=longest,
-        logprobs=logprobs,
-        trace_rounds=max_new_tokens if trace else 0,
-        **{name: jnp.asarray(value) for name, value in rows.items()},
-    )
-    return start, _Programs(partial(_run, target.model, drafter, chosen), partial(_step, target.model, drafter, chosen)), ids
-
-
-_prefill = jax.jit(decode.prefill, static_argnames=("longest", "logprobs", "trace_rounds"))
-_run = jax.jit(decode.run, static_argnums=2, donate_argnums=3)
-_step = jax.jit(lambda *args: decode.step(*args)[0], static_argnums=2, donate_argnums=3)
 
 
 def row_stats(counters: Counters, new_tokens: Sequence[int]) -> list[Stats]:
@@ -294,10 +220,6 @@ def read_trace(state: DecodeState) -> list[list[Round]]:
             )
         rows.append(rounds)
     return rows
-
-
-def _strings(stop: str | Sequence[str]) -> list[str]:
-    return [stop] if isinstance(stop, str) else list(stop)
 
 
 def _final_text(target: Target, ids: list[int], strings: list[str], finish: int) -> str:

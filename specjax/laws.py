@@ -1,8 +1,8 @@
 """Acceptance laws: which nodes of a draft are kept, and the target's own token that ends the round.
 
-A law is a pure function `law(target_law, draft, keys, max_depth) -> Path`. *Lossless* laws reproduce the target's law
-exactly; a lossy one says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk` calls at every node
-on the way down.
+A law is a pure function `law(target_law, draft, keys, max_depth) -> Path`. *Lossless* laws reproduce the target's
+law exactly; a lossy one says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk` calls at every
+node on the way down.
 """
 
 from collections.abc import Callable
@@ -101,8 +101,8 @@ class Rejection:
     - if none is left, the bonus token is drawn from what p has become.
 
     The law never renormalises q: a drafter that draws siblings without replacement gives each node the law without its
-    earlier siblings. Rows with temperature 0 come out as under `Greedy`. If max(p - q, 0) vanishes in float32, which takes
-    p equal to q up to rounding, p is left as it was before the subtraction.
+    earlier siblings. Rows with temperature 0 come out as under `Greedy`. If max(p - q, 0) vanishes in float32, which
+    takes p equal to q up to rounding, p is left as it was before the subtraction.
     """
 
     name: ClassVar[str] = "rejection"
@@ -134,9 +134,9 @@ def walk(draft: Draft, max_depth: int, choose: Choose) -> Path:
     """The way down a draft, one visited node of each row at a time, until no row goes on.
 
     Args:
-        choose: `(node [B], path [B,D], depth [B], descends [B]) -> (child, bonus)`: the block index of the accepted child
-            of `node`, 0 if the row ends here, and the bonus token if it does. Where `descends` is False no child may be
-            accepted: the row has ended, or its path is full.
+        choose: `(node [B], path [B,D], depth [B], descends [B]) -> (child, bonus)`: the block index of the accepted
+            child of `node`, 0 if the row ends here, and the bonus token if it does. Where `descends` is False no child
+            may be accepted: the row has ended, or its path is full.
     """
     batch, num_nodes = draft.tokens.shape
     zero = jnp.zeros(batch, jnp.int32)
@@ -233,8 +233,7 @@ def _try_children(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Tries:
-    """The siblings being tried: p as the rejections so far left it, its sum, the sibling up next (-1: none), the accepted
-    block index (0: none)."""
+    """Siblings being tried: p as rejections left it, its sum, the sibling up next or -1, the accepted block index or 0."""
 
     p: Float[Array, "B V"]
     mass: Float[Array, "B"]
@@ -243,7 +242,7 @@ class _Tries:
 
 
 def _uniforms(keys: Array, num_nodes: int) -> Float[Array, "B N+1 2"]:
-    """Two numbers in [0, 1) for each block index: [..., 0] decides on the node, [..., 1] draws the bonus token below it.
+    """Two numbers in [0, 1) for each block index: [..., 0] decides on the node, [..., 1] draws the bonus below it.
 
     All at once and from the block index alone: the same node has the same numbers however large the block is.
     """

@@ -1,4 +1,4 @@
-"""From what a user passes to what the engine takes: prompts to ids, limits, the law, keys. All checks before any compute."""
+"""From what a user passes to what the engine takes: prompts, limits, the law, keys. All checked before any compute."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,8 +70,13 @@ def choose_law(law: Law | str | None, rules: Rules) -> Law:
     return law
 
 
+def stop_strings(stop: str | Sequence[str]) -> list[str]:
+    """One stop string or several, as a list."""
+    return [stop] if isinstance(stop, str) else list(stop)
+
+
 def row_keys(seed: int | Sequence[int], batch: int) -> Any:
-    """One PRNG key a row. From one seed, row i takes stream i; a seed per prompt makes a row the same wherever it stands."""
+    """One PRNG key a row. From one seed, row i takes stream i; with a seed per prompt its place does not matter."""
     if isinstance(seed, int | np.integer):
         return jax.vmap(lambda i: jax.random.fold_in(jax.random.key(int(seed)), i))(jnp.arange(batch))
     if len(seed) != batch:

@@ -1,8 +1,8 @@
 """From logits to the distribution a token is drawn from: penalties, user processors, temperature, top-k, top-p, min-p.
 
-The same processing applies to every verified row, to the bonus token and to the drafter's proposals, so that acceptance
-laws compare the laws that tokens are really drawn from. No vocabulary row is ever sorted: top-k and top-p thresholds are
-found by bisection on the bit pattern of a float.
+The same processing applies to every verified row, to the bonus token and to the drafter's proposals, so that
+acceptance laws compare the laws that tokens are really drawn from. No vocabulary row is ever sorted: top-k and top-p
+thresholds are found by bisection on the bit pattern of a float.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,13 @@ class Sampling:
         top_k: keep logits at least as large as the k-th largest (ties are kept); 0 = off.
         top_p: keep tokens whose strictly more likely tokens hold less than this mass, after top-k; 1 = off.
         min_p: keep tokens at least this times as likely as the most likely one; 0 = off.
-        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 = off.
+        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, else multiplied; 1 =
+            off.
         frequency_penalty: subtracted for every occurrence of the token in the output; 0 = off.
         presence_penalty: subtracted once if the token occurs in the output; 0 = off.
         processors: pure functions `f(logits [V], tokens [S], length []) -> logits [V]`, applied in order after the
-            penalties. Only the first `length` tokens are real; -inf forbids a token. Pass the same function objects again
-            to reuse what is compiled.
+            penalties. Only the first `length` tokens are real; -inf forbids a token. Pass the same function objects
+            again to reuse what is compiled.
     """
 
     temperature: PerPrompt = 0.0
@@ -121,8 +122,8 @@ def process(logits: Float[Array, "B V"], rules: Rules, text: Text | None = None)
     """The logits of the law that tokens are drawn from, float32, -inf where a token is filtered out.
 
     Order: repetition penalty, frequency and presence penalties, user processors, temperature, top-k, top-p (of the
-    tempered law restricted to top-k), min-p. Rows are shifted so that tempered logits are at most 0; rows with temperature
-    0 are neither divided nor shifted: their law is one-hot, see `distribution`.
+    tempered law restricted to top-k), min-p. Tempered rows are shifted to a maximum of 0. Rows with temperature 0 are
+    neither tempered nor filtered: their law is one-hot, see `distribution`.
 
     Args:
         text: read (and needed) only if `rules.reads_text`.
@@ -166,10 +167,10 @@ def argmax(values: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 
 
 def categorical(weights: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:
-    """A token of each row, drawn with probability `weights / sum(weights)` by inverting the cumulative sum at `uniform`.
+    """A token of each row, drawn with probability `weights / sum(weights)`: inverts the running sum at `uniform`.
 
-    Two levels (sums of blocks, then inside one block) instead of a running sum over the row. A token of weight 0 is never
-    drawn, whatever rounding does; V, which is no token, where no weight is positive (or one is NaN).
+    Two levels (sums of blocks, then inside one block) instead of a running sum over the row. A token of weight 0 is
+    never drawn, whatever rounding does; V, which is no token, where no weight is positive (or one is NaN).
 
     Args:
         weights: not negative; they need not sum to 1.
@@ -187,7 +188,7 @@ def categorical(weights: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int
 
 
 def _invert(weights: Float[Array, "B W"], target: Float[Array, "B"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """The first positive weight whose running sum exceeds `target` (else the last positive one), and the sum before it."""
+    """The first positive weight whose running sum exceeds `target`, else the last positive one; the sum before it."""
     size = weights.shape[1]
     sums = jnp.cumsum(weights, axis=1)
     index = jnp.arange(size)
@@ -225,7 +226,7 @@ def _edit(logits: Float[Array, "B V"], rules: Rules, text: Text | None) -> Float
 def _weigh(
     logits: Float[Array, "B V"], rules: Rules
 ) -> tuple[Float[Array, "B V"], Float[Array, "B V"], Bool[Array, "B V"] | None]:
-    """Tempered logits with maximum 0, their exponentials with maximum 1, and which of them the filters keep (None: all).
+    """Tempered logits with maximum 0, their exponentials with maximum 1, and which of them filters keep (None: all).
 
     Every filter compares those same exponentials, so that rounding moves no token across a cut between two passes.
     """
@@ -244,8 +245,8 @@ def _weigh(
     if "top_p" in rules.filters:
         on = active & (rules.top_p < 1)
         total = jnp.where(weights >= cut[:, None], weights, 0.0).sum(-1)
-        # All the tokens at or below `floor` together weigh at most half of what top-p leaves out. Tokens below the cut of
-        # top-k do not disturb: where they would count, those above it alone exceed the limit.
+        # All the tokens at or below `floor` together weigh at most half of what top-p leaves out. Tokens below the cut
+        # of top-k do not disturb: where they would count, those above it alone exceed the limit.
         floor = (1 - rules.top_p) * total / (2 * size)
         cut = jnp.where(on, _cut(weights, lambda x: x, rules.top_p * total, on, floor), cut)
     if "min_p" in rules.filters:
@@ -260,12 +261,12 @@ def _cut(
     on: Bool[Array, "B"],
     floor: Float[Array, "B"],
 ) -> Float[Array, "B"]:
-    """The smallest value v in (floor, 1] such that the weights above v measure less than `limit`; rows not `on`: any value.
+    """The smallest v in (floor, 1] such that the weights above v measure less than `limit`; rows not `on`: any value.
 
-    That v is one of the weights. Bisection on the bit pattern of the float (the order of floats that are not negative is
-    that of their bits), one pass over [B, V] a round, would take about 27 rounds. Two short cuts: the first round asks
-    whether the cut is the largest weight, 1; and once an interval is so narrow that it should hold about one weight, every
-    second round moves its upper end to the largest weight in it, which ends the search if that is the cut.
+    That v is one of the weights. Bisection on the bit pattern of the float (floats that are not negative are ordered as
+    their bits), one pass over [B, V] a round, would take about 27 rounds. Two short cuts: the first round asks whether
+    the cut is the largest weight, 1; and once the interval is so narrow that it should hold about one weight, every
+    second round lowers its upper end to the largest weight in it, which ends the search if that is the cut.
     """
 
     def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -54,7 +54,9 @@ def make_stops(
     if any(not isinstance(s, str) or not s for s in strings):
         raise InputError(f"stop: expected non-empty strings, got {list(strings)!r}")
     if token_bytes is None:
-        raise InputError("stop strings need the target's tokenizer, and this target has none; stop at token ids instead")
+        raise InputError(
+            "stop strings need the target's tokenizer, and this target has none; stop at token ids instead"
+        )
     step = byte_automaton([s.encode() for s in strings])
     return Stops(jnp.asarray(ids), jnp.asarray(token_automaton(step, token_bytes, vocab_size)))
 

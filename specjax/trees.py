@@ -1,8 +1,8 @@
 """Drafts as trees: the nodes one round proposes, and what follows from their parents (depths, positions, masks).
 
-A chain is a tree of width 1. Everything is fixed-shape and jit-able; `N == 0` (plain decoding) is a tree like any other.
-The *block* the target sees is `[pending token, draft nodes, probe nodes]`, T = 1 + N + P tokens; draft node `i` has block
-index `i + 1`.
+A chain is a tree of width 1. Everything is fixed-shape and jit-able; `N == 0` (plain decoding) is a tree like any
+other. The *block* the target sees is `[pending token, draft nodes, probe nodes]`, T = 1 + N + P tokens; draft node `i`
+has block index `i + 1`.
 """
 
 from dataclasses import dataclass, replace
@@ -82,7 +82,7 @@ def max_depth(draft: Draft) -> Int[Array, "B"]:
 
 
 def ancestors(parents: Int[Array, "B N"]) -> Bool[Array, "B N N"]:
-    """`[b, i, j]`: node j is node i or one of its ancestors. Any node order; squares the parent relation log2(N) times."""
+    """`[b, i, j]`: node j is node i or one of its ancestors. Any node order; log2(N) squarings of the parent relation."""
     nodes = parents.shape[-1]
     reach = (parents[..., :, None] == jnp.arange(nodes)) | jnp.eye(nodes, dtype=bool)
     for _ in range(max(nodes - 1, 0).bit_length()):
@@ -140,8 +140,8 @@ def truncate(draft: Draft, num_nodes: int) -> Draft:
         lost = (probes.mask[:, :, 1 + num_nodes : 1 + total] & draft.valid[:, None, num_nodes:]).any(-1)
         mask = jnp.concatenate([probes.mask[:, :, : 1 + num_nodes], probes.mask[:, :, 1 + total :]], axis=2)
         probes = replace(probes, mask=mask, valid=probes.valid & ~lost)
-    cut = [None if x is None else x[:, :num_nodes] for x in (draft.tokens, draft.parents, draft.valid, draft.drawn, draft.q)]
-    return Draft(*cut, probes)
+    fields = (draft.tokens, draft.parents, draft.valid, draft.drawn, draft.q)
+    return Draft(*(None if values is None else values[:, :num_nodes] for values in fields), probes)
 
 
 def order(
@@ -155,7 +155,7 @@ def order(
     index, parents, valid = ordering(parents, valid)
 
     def take(values: Array | None) -> Array | None:
-        return None if values is None else jnp.take_along_axis(values, index.reshape(index.shape + (1,) * (values.ndim - 2)), axis=1)
+        return None if values is None else jax.vmap(lambda row, places: row[places])(values, index)
 
     return Draft(take(tokens), parents, valid, take(drawn), take(q))
 
@@ -166,9 +166,9 @@ def ordering(
     """Where each place of an ordered draft comes from, and the parents and validity there.
 
     Nodes below an invalid one become invalid, and so do nodes that never reach the pending token. The order given is
-    kept where it can be: a node only waits for its ancestors, and fillers go last. So siblings stay in their order (which
-    drawn siblings need: each q is conditional on the earlier ones), and a drafter that lists its best nodes first keeps
-    them when the draft is cut.
+    kept where it can be: a node only waits for its ancestors, and fillers go last. So siblings stay in their order
+    (which drawn siblings need: each q is conditional on the earlier ones), and a drafter that lists its best nodes
+    first keeps them when the draft is cut.
 
     Returns:
         index: new place i holds old node `index[i]`.
@@ -179,12 +179,13 @@ def ordering(
     rooted = (above & (parents < 0)[:, None, :]).any(-1)
     valid = valid & rooted & ~(above & ~valid[:, None, :]).any(-1)
     places = jnp.arange(nodes)
-    # Sorting keys, compared pairwise (N is small): fillers last, then the latest ancestor, then depth, then the old place.
+    # Sorting keys, compared pairwise (N is small): fillers last, then the latest ancestor, depth, the old place.
     latest = jnp.where(above, places, -1).max(-1, initial=-1)
     key = (latest * (nodes + 1) + above.sum(-1)) + jnp.where(valid, 0, (nodes + 1) ** 2)
     before = (key[:, None, :] < key[:, :, None]) | ((key[:, None, :] == key[:, :, None]) & (places < places[:, None]))
     rank = before.sum(-1, dtype=jnp.int32)
     index = jnp.where(rank[:, None, :] == places[:, None], places, 0).sum(-1, dtype=jnp.int32)
-    renamed = jnp.where(parents < 0, -1, jnp.take_along_axis(rank, jnp.maximum(parents, 0), axis=1)) if nodes else parents
     valid = jnp.take_along_axis(valid, index, axis=1)
-    return index, jnp.where(valid, jnp.take_along_axis(renamed, index, axis=1), -1), valid
+    parents = jnp.take_along_axis(parents, index, axis=1)
+    renamed = jnp.where(parents[:, :, None] == places, rank[:, None, :], 0).sum(-1, dtype=jnp.int32)
+    return index, jnp.where(valid & (parents >= 0), renamed, -1), valid

@@ -16,7 +16,8 @@ order, truncate = jax.jit(trees.order), jax.jit(trees.truncate, static_argnums=1
 def paths(draft):
     """For each row, a dict from node index to the tuple of tokens from the pending token's child down to the node."""
     found = []
-    for tokens, parents, valid in zip(*(np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid)), strict=True):
+    arrays = (np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid))
+    for tokens, parents, valid in zip(*arrays, strict=True):
         row = {}
         for node in np.flatnonzero(valid):
             path, at = [], node
@@ -53,7 +54,8 @@ def test_a_chain_is_a_tree_of_width_one():
         [False, False, True, False],
         [False, False, False, True],
     ]
-    assert draft.drawn is None and draft.q is None
+    assert draft.drawn is None
+    assert draft.q is None
 
 
 def test_a_chain_with_q_is_drawn_and_drawn_needs_q():
@@ -66,9 +68,7 @@ def test_a_chain_with_q_is_drawn_and_drawn_needs_q():
 def test_a_shuffled_tree_sees_its_ancestors_and_nothing_else():
     # The paths [0], [1], [0,0], [0,1], [1,0] below the pending token, in shuffled node order.
     wanted = {(10,), (11,), (10, 20), (10, 21), (11, 20)}
-    draft = order(
-        jnp.array([[20, 11, 21, 20, 10]]), jnp.array([[1, -1, 4, 4, -1]]), jnp.ones((1, 5), bool)
-    )
+    draft = order(jnp.array([[20, 11, 21, 20, 10]]), jnp.array([[1, -1, 4, 4, -1]]), jnp.ones((1, 5), bool))
     (row,) = paths(draft)
     assert set(row.values()) == wanted
     assert (np.asarray(draft.parents)[0] < np.arange(5)).all()
@@ -110,7 +110,8 @@ def test_order_keeps_every_path_and_drops_what_hangs_on_invalid_nodes(nodes):
 def test_order_leaves_an_ordered_draft_alone_and_keeps_siblings_in_order():
     parents = jnp.array([[-1, 0, 1, -1, 3, 0]])  # best first, not by depth: a cut keeps the best
     index, new_parents, valid = trees.ordering(parents, jnp.array([[True] * 5 + [False]]))
-    assert index.tolist() == [[0, 1, 2, 3, 4, 5]] and valid.tolist() == [[True] * 5 + [False]]
+    assert index.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert valid.tolist() == [[True] * 5 + [False]]
     assert new_parents.tolist() == [[-1, 0, 1, -1, 3, -1]]
     # Siblings 1, 2, 3 wait for their parent, node 4; their order (and so their q) stays.
     draft = order(jnp.array([[5, 1, 2, 3, 4]]), jnp.array([[-1, 4, 4, 4, -1]]), jnp.ones((1, 5), bool))
@@ -164,8 +165,7 @@ def test_truncate_keeps_the_probes_that_saw_nothing_of_what_was_cut():
 
 def test_no_nodes_at_all():
     empty = trees.chain(jnp.zeros((2, 0), jnp.int32), jnp.zeros(2, jnp.int32))
-    draft = order(empty.tokens, empty.parents, empty.valid)
-    for draft in (empty, draft, truncate(empty, 0)):
+    for draft in (empty, order(empty.tokens, empty.parents, empty.valid), truncate(empty, 0)):
         assert block_mask(draft).tolist() == [[[True]], [[True]]]
         assert block_positions(draft, jnp.array([3, 5])).tolist() == [[2], [4]]
         assert trees.block_tokens(jnp.array([1, 2]), draft).tolist() == [[1], [2]]

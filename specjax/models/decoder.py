@@ -130,9 +130,7 @@ class Layer(nnx.Module):
         if c.qk_norm:
             self.q_norm = param("q_norm", (c.head_dim,), (None,))
             self.k_norm = param("k_norm", (c.head_dim,), (None,))
-        self.out = param(
-            "out", (c.num_kv_heads, group * c.head_dim, c.hidden_size), ("kv_heads", None, "model")
-        )
+        self.out = param("out", (c.num_kv_heads, group * c.head_dim, c.hidden_size), ("kv_heads", None, "model"))
         if c.out_bias:
             self.out_bias = param("out_bias", (c.hidden_size,), ("model",))
         self.mlp_norm = param("mlp_norm", (c.hidden_size,), ("model",))

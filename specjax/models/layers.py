@@ -83,9 +83,7 @@ def cache_bias(
     return jnp.where(seen, 0.0, MASKED)
 
 
-def block_bias(
-    positions: Int[Array, "B T"], mask: Bool[Array, "B T T"], window: int | None
-) -> Float[Array, "B T T"]:
+def block_bias(positions: Int[Array, "B T"], mask: Bool[Array, "B T T"], window: int | None) -> Float[Array, "B T T"]:
     """What each query sees of its own block: the mask (ancestors and itself), and the window by position difference."""
     if window is not None:  # a tree's index is not its position
         mask = mask & (positions[:, :, None] - positions[:, None, :] < window)

@@ -31,4 +31,6 @@ def place(value: np.ndarray, dtype: Any, axes: tuple[str | None, ...], mesh: Mes
     """Cast and put on the device, or over the mesh."""
     if mesh is None:
         return jnp.asarray(value, dtype)
-    return jax.device_put(np.asarray(value).astype(jnp.dtype(dtype)), NamedSharding(mesh, spec(value.shape, axes, mesh)))
+    return jax.device_put(
+        np.asarray(value).astype(jnp.dtype(dtype)), NamedSharding(mesh, spec(value.shape, axes, mesh))
+    )

@@ -17,7 +17,7 @@ from specjax.laws import Law
 from specjax.models.prefill import padded_length
 from specjax.models.target import Target
 from specjax.requests import choose_law
-from specjax.sampling import Rules, Sampling
+from specjax.sampling import Sampling
 from specjax.state import BROKEN, DecodeState, Drafter
 from specjax.stops import make_stops
 from specjax.testing.exact import exact_law
@@ -97,11 +97,13 @@ def law_test(
     calls = -(-samples // (copies * len(prompts)))
     counts = np.zeros((len(prompts), size**num_tokens), np.int64)
     crossed = proposed = accepted = 0
-    draw = partial(_draw, target.model, drafter, choose_law(law, rules), **_batch(prompts, copies, num_tokens, drafter))
-    stops = make_stops((), (), None, size)
-    tiled = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rules)
+    chosen, stops = choose_law(law, rules), make_stops((), (), None, size)
+    rules = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rules)
+    batch = _batch(prompts, copies, num_tokens, drafter)
+    start = _fill(target.model, drafter, rules=rules, stops=stops, **batch)
     for key in jax.random.split(jax.random.key(seed), calls):
-        texts, first, state = draw(rules=tiled, stops=stops, key=jax.random.split(key, copies * len(prompts)))
+        keys = jax.random.split(key, copies * len(prompts))
+        texts, first, state = _draw(target.model, drafter, chosen, start, keys, num_tokens)
         if (np.asarray(state.finish) == BROKEN).any():
             raise SpecjaxError("law_test: the target's law was not finite or allowed no token")
         codes = np.ravel_multi_index(tuple(np.asarray(texts).T), (size,) * num_tokens)
@@ -123,23 +125,14 @@ class _Sampled:
 jax.tree_util.register_dataclass(_Sampled)
 
 
-@partial(jax.jit, static_argnums=2, static_argnames=("longest", "num_tokens"))
+_fill = jax.jit(decode.prefill, static_argnames="longest")
+
+
+@partial(jax.jit, static_argnames=("law", "num_tokens"))
 def _draw(
-    model: Any,
-    drafter: Drafter,
-    law: Law,
-    *,
-    tokens: Int[Array, "B S"],
-    prompt_length: Int[Array, "B"],
-    limit: Int[Array, "B"],
-    rules: Rules,
-    stops: Any,
-    key: Array,
-    longest: int,
-    num_tokens: int,
+    model: Any, drafter: Drafter, law: Law, start: DecodeState, key: Array, num_tokens: int
 ) -> tuple[Int[Array, "B n"], Int[Array, "B"], _Sampled]:
-    """The first tokens of every row, and how many of them the first round gave."""
-    state = decode.prefill(model, drafter, tokens, prompt_length, limit, rules, stops, key, longest=longest)
+    """The first tokens of every row, and how many of them the first round gave; from the same start with new keys."""
 
     def short(carry: tuple[DecodeState, Array]) -> Array:
         state = carry[0]
@@ -149,8 +142,8 @@ def _draw(
         state, info = decode.step(model, drafter, law, carry[0])
         return state, jnp.where(state.round == 1, info.count, carry[1])
 
-    state, first = jax.lax.while_loop(short, body, (state, jnp.zeros_like(prompt_length)))
-    places = prompt_length[:, None] + jnp.arange(num_tokens)
+    state, first = jax.lax.while_loop(short, body, (replace(start, key=key), jnp.zeros_like(start.length)))
+    places = start.length[:, None] + jnp.arange(num_tokens)
     return jnp.take_along_axis(state.tokens, places, axis=1), first, _Sampled(state.finish, state.counters)
 
 
@@ -169,8 +162,8 @@ def _batch(prompts: list[list[int]], copies: int, num_tokens: int, drafter: Draf
         "tokens": jnp.asarray(np.repeat(tokens, copies, axis=0)),
         "prompt_length": jnp.asarray(np.repeat(lengths, copies)),
         "limit": jnp.asarray(np.repeat(limits, copies)),
+        "key": jax.random.split(jax.random.key(0), len(prompts) * copies),
         "longest": longest,
-        "num_tokens": num_tokens,
     }
 
 
