@@ -1,7 +1,7 @@
 """The key/value cache: fixed shape, written only by `commit` and by prefill, slot index = position.
 
-It holds keys and values of exactly the positions `[0, length - 1)` of each row: the pending token (the last committed one)
-is not in it yet. Slots past that are finite and never read, so nothing is ever rolled back.
+It holds keys and values of exactly the positions `[0, length - 1)` of each row: the pending token (the last committed
+one) is not in it yet. Slots past that are finite and never read, so nothing is ever rolled back.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class KVCache:
 def write(cache: KVCache, block: KVCache, start: Int[Array, "B"]) -> KVCache:
     """Write a block's keys and values `[B, K, T, D]` into slots `start .. start + T` of each row.
 
-    `dynamic_update_slice` clamps silently, so the capacity must include T slots past the last start (the caller sizes it).
+    `dynamic_update_slice` clamps silently, so the capacity must include T slots past the last start: the caller's duty.
     """
 
     def row(old, new, at):

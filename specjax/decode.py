@@ -272,7 +272,7 @@ def commit(state: DecodeState, draft: Draft, seen: Verified, path: Path) -> tupl
     tokens = jnp.where(kept, path.tokens, 0)
     nodes = jnp.where(kept, path.nodes, 0)
     logprobs = state.logprobs
-    if logprobs is not None:
+    if logprobs is not None and seen.logprobs is not None:
         logprobs = _write_rows(logprobs, seen.logprobs, state.length)
     trace = state.trace
     if trace is not None:

@@ -78,7 +78,7 @@ def prepare(
     trace: bool = False,
 ) -> Job:
     """Check a request and lay it out; the arguments are those of `generate`."""
-    drafter = Plain() if drafter is None else drafter
+    drafter = drafter or Plain()
     check_drafter(drafter, target)
     ids = encode(target, prompts)
     limits, context_ends = token_limit(target, ids, max_new_tokens)

@@ -204,8 +204,8 @@ def _try_children(
         trying, sibling = state.sibling >= 0, jnp.maximum(state.sibling, 0)
         token = _at(draft.tokens, sibling)
         p_token = _at(p, token)
-        q_token = 1.0
-        if draft.drawn is not None:
+        q_token = jnp.ones_like(p_token)
+        if draft.drawn is not None and draft.q is not None:
             drawn = _at(draft.drawn, sibling)
             q_token = jnp.where(drawn, jax.vmap(lambda q, i, x: q[i, x])(draft.q, sibling, token), 1.0)
         accepted = trying & (_at(uniform, sibling + 1) * q_token * mass < p_token)
@@ -214,7 +214,7 @@ def _try_children(
         def reject() -> tuple[Array, Array]:
             left = jnp.where(vocabulary == token[:, None], 0.0, p)
             total = mass - p_token  # positive: a rejected deterministic child has p_token < mass
-            if draft.drawn is not None:
+            if draft.drawn is not None and draft.q is not None:
                 excess = jnp.maximum(p / mass[:, None] - _at(draft.q, sibling), 0.0)
                 left = jnp.where(drawn[:, None], excess, left)
                 total = jnp.where(drawn, excess.sum(-1), total)
@@ -233,7 +233,7 @@ def _try_children(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Tries:
-    """Siblings being tried: p as rejections left it, its sum, the sibling up next or -1, the accepted block index or 0."""
+    """Siblings being tried: what is left of p, its sum, the sibling up next or -1, the accepted block index or 0."""
 
     p: Float[Array, "B V"]
     mass: Float[Array, "B"]

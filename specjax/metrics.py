@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
+from typing import Any
 
 DEFINITIONS = {
     "tokens_per_call": "committed new tokens / rounds in which the row was active; the bonus token counts; plain is 1",
@@ -21,8 +23,8 @@ class Stats:
         target_calls: rounds in which the row was active.
         proposed, accepted: draft tokens.
         rejected: rounds that ended at a draft token that was tested and rejected.
-        proposed_at, reached_at, accepted_at: by draft position (first position first): rounds that proposed a token there,
-            that tested one there, that accepted one there.
+        proposed_at, reached_at, accepted_at: by draft position: rounds that proposed a token there, that tested one
+            there, that accepted one there.
     """
 
     new_tokens: int = 0
@@ -57,7 +59,8 @@ class Stats:
     def total(cls, parts: Iterable["Stats"]) -> "Stats":
         """The counts of several rows or runs added up."""
         parts = list(parts)
-        return cls(*(_add([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+        counts: dict[str, Any] = {f.name: _add([getattr(part, f.name) for part in parts]) for f in fields(cls)}
+        return cls(**counts)
 
 
 def ratio(part: float, whole: float) -> float | None:
@@ -65,8 +68,8 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _add(values: Sequence[int | tuple[int, ...]]) -> int | tuple[int, ...]:
-    if not any(isinstance(v, tuple) for v in values):
-        return sum(values)  # type: ignore[arg-type]
-    longest = max(len(v) for v in values)  # type: ignore[arg-type]
-    return tuple(sum(v[i] for v in values if i < len(v)) for i in range(longest))  # type: ignore[index,arg-type]
+def _add(values: Sequence[Any]) -> Any:
+    """Sum of numbers, or of tuples place by place (shorter ones end early)."""
+    if values and isinstance(values[0], tuple):
+        return tuple(sum(place) for place in zip_longest(*values, fillvalue=0))
+    return sum(values)

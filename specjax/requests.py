@@ -1,7 +1,7 @@
 """From what a user passes to what the engine takes: prompts, limits, the law, keys. All checked before any compute."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ def _encode_one(target: Target, index: int, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str) or isinstance(prompt[0], dict):
         if target.tokenizer is None:
             raise InputError(f"prompt {index}: this target has no tokenizer; give token ids")
-        ids = target.tokenizer.encode(prompt) if isinstance(prompt, str) else target.tokenizer.encode_chat(list(prompt))
+        tokenizer, chat = target.tokenizer, cast(Any, prompt)
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(list(chat))
         if not ids:
             raise InputError(f"prompt {index}: {prompt!r} encodes to no token; give at least one")
         return list(ids)
@@ -39,7 +40,7 @@ def _encode_one(target: Target, index: int, prompt: Prompt) -> list[int]:
             raise InputError(f"prompt {index}: expected token ids, got {token!r}")
         if not 0 <= token < target.model.vocab_size:
             raise InputError(f"prompt {index}: token id {token} is outside the vocabulary of {target.model.vocab_size}")
-    return [int(token) for token in prompt]
+    return [int(cast(int, token)) for token in prompt]
 
 
 def token_limit(target: Target, ids: list[list[int]], max_new_tokens: int) -> tuple[list[int], list[bool]]:

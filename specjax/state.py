@@ -28,7 +28,7 @@ class Counters:
         rounds: rounds in which the row was active (target calls).
         proposed, accepted: draft tokens, those beyond a cut left out.
         rejected: rounds that ended at a tested and rejected draft token.
-        proposed_at, reached_at, accepted_at: rounds with a node at that depth, that tested one there, that accepted one.
+        proposed_at, reached_at, accepted_at: rounds that proposed, tested, accepted a node at that depth.
     """
 
     rounds: Int[Array, "B"]
@@ -221,12 +221,23 @@ class Drafter(Protocol):
         block_sizes: block sizes (in tokens, the pending one included) compiled into the loop; None: `decode.ladder`'s.
     """
 
-    name: str
-    num_nodes: int
-    max_depth: int
-    features: tuple[str, ...]
-    wants_logits: bool
-    block_sizes: tuple[int, ...] | None
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def max_depth(self) -> int: ...
+
+    @property
+    def features(self) -> tuple[str, ...]: ...
+
+    @property
+    def wants_logits(self) -> bool: ...
+
+    @property
+    def block_sizes(self) -> tuple[int, ...] | None: ...
 
     def init(self, context: Context, features: dict[str, Float[Array, "B P M"]], longest: int) -> Any:
         """The drafter's state after the prompt.

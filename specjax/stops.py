@@ -1,7 +1,7 @@
-"""What ends a row: EOS ids, and stop strings compiled into an automaton over tokens that runs inside the decoding loop.
+"""What ends a row: EOS ids, and stop strings compiled into an automaton over tokens that runs inside the loop.
 
-The automaton is Aho-Corasick over bytes, advanced by all the bytes of a token at once: `table[state, token]` is the next
-state. A string may begin and end anywhere inside tokens, and inside a block of accepted ones.
+The automaton is Aho-Corasick over bytes, advanced by all the bytes of a token at once: `table[state, token]` is the
+next state. A string may begin and end anywhere inside tokens, and inside a block of accepted ones.
 """
 
 from collections import deque
@@ -35,8 +35,10 @@ class Stops:
         if self.table is None:
             return ends, jnp.zeros_like(ends), jnp.broadcast_to(state[:, None], tokens.shape)
 
+        table = self.table
+
         def advance(state: Array, token: Array) -> tuple[Array, Array]:
-            state = jnp.where(state < 0, state, self.table[jnp.maximum(state, 0), token])
+            state = jnp.where(state < 0, state, table[jnp.maximum(state, 0), token])
             return state, state
 
         states = jax.lax.scan(advance, state, tokens.T)[1].T
@@ -46,7 +48,7 @@ class Stops:
 def make_stops(
     eos: Sequence[int], strings: Sequence[str], token_bytes: Sequence[bytes] | None, vocab_size: int
 ) -> Stops:
-    """Compile EOS ids and stop strings. Shapes are rounded up, so that another string of like length compiles nothing."""
+    """Compile EOS ids and stop strings. Shapes are rounded up: another string of like length compiles nothing."""
     ids = np.full(max(4, len(eos)), -1, np.int32)
     ids[: len(eos)] = list(eos)
     if not strings:
@@ -54,9 +56,7 @@ def make_stops(
     if any(not isinstance(s, str) or not s for s in strings):
         raise InputError(f"stop: expected non-empty strings, got {list(strings)!r}")
     if token_bytes is None:
-        raise InputError(
-            "stop strings need the target's tokenizer, and this target has none; stop at token ids instead"
-        )
+        raise InputError("stop strings need a tokenizer, and this target has none; name EOS ids instead")
     step = byte_automaton([s.encode() for s in strings])
     return Stops(jnp.asarray(ids), jnp.asarray(token_automaton(step, token_bytes, vocab_size)))
 

@@ -82,7 +82,7 @@ def max_depth(draft: Draft) -> Int[Array, "B"]:
 
 
 def ancestors(parents: Int[Array, "B N"]) -> Bool[Array, "B N N"]:
-    """`[b, i, j]`: node j is node i or one of its ancestors. Any node order; log2(N) squarings of the parent relation."""
+    """`[b, i, j]`: node j is node i or one of its ancestors (any node order; log2(N) squarings of the parent relation)."""
     nodes = parents.shape[-1]
     reach = (parents[..., :, None] == jnp.arange(nodes)) | jnp.eye(nodes, dtype=bool)
     for _ in range(max(nodes - 1, 0).bit_length()):
@@ -140,8 +140,19 @@ def truncate(draft: Draft, num_nodes: int) -> Draft:
         lost = (probes.mask[:, :, 1 + num_nodes : 1 + total] & draft.valid[:, None, num_nodes:]).any(-1)
         mask = jnp.concatenate([probes.mask[:, :, : 1 + num_nodes], probes.mask[:, :, 1 + total :]], axis=2)
         probes = replace(probes, mask=mask, valid=probes.valid & ~lost)
-    fields = (draft.tokens, draft.parents, draft.valid, draft.drawn, draft.q)
-    return Draft(*(None if values is None else values[:, :num_nodes] for values in fields), probes)
+
+    def first(values: Array | None) -> Array | None:
+        return None if values is None else values[:, :num_nodes]
+
+    return replace(
+        draft,
+        tokens=draft.tokens[:, :num_nodes],
+        parents=draft.parents[:, :num_nodes],
+        valid=draft.valid[:, :num_nodes],
+        drawn=first(draft.drawn),
+        q=first(draft.q),
+        probes=probes,
+    )
 
 
 def order(
@@ -154,10 +165,16 @@ def order(
     """A draft out of nodes in any order: valid nodes first, `parents[i] < i`, see `ordering`."""
     index, parents, valid = ordering(parents, valid)
 
-    def take(values: Array | None) -> Array | None:
-        return None if values is None else jax.vmap(lambda row, places: row[places])(values, index)
+    def take(values: Array) -> Array:
+        return jax.vmap(lambda row, places: row[places])(values, index)
 
-    return Draft(take(tokens), parents, valid, take(drawn), take(q))
+    return Draft(
+        take(tokens),
+        parents,
+        valid,
+        None if drawn is None else take(drawn),
+        None if q is None else take(q),
+    )
 
 
 def ordering(

@@ -1,4 +1,4 @@
-"""The target's pass over a block: one forward in which every node sees the committed prefix, its ancestors and itself."""
+"""The target's pass over a block: every node sees the committed prefix, its ancestors and itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -21,5 +21,5 @@ def check_drafter(drafter: Drafter, target: Target) -> None:
 
 
 def _token(target: Target, index: int) -> str | None:
-    tokens = target.tokenizer.tokens()
+    tokens = target.tokenizer.tokens() if target.tokenizer is not None else []
     return tokens[index] if index < len(tokens) else None

@@ -160,6 +160,6 @@ class DraftModel:
 
 
 def fit(logits: Float[Array, "B W"], vocab_size: int) -> Float[Array, "B V"]:
-    """Draft logits over the target's vocabulary: ids that one of the two lacks (padding) are cut, or can't be drafted."""
+    """Draft logits over the target's vocabulary: ids that only one of the two has (padding) are never drafted."""
     width = logits.shape[-1]
     return jnp.pad(logits[:, :vocab_size], ((0, 0), (0, max(vocab_size - width, 0))), constant_values=-jnp.inf)

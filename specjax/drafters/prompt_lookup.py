@@ -16,8 +16,10 @@ from specjax.trees import Draft, chain
 class PromptLookup:
     """Looks the longest suffix of the text up in the text itself (Saxena 2023, "Prompt lookup decoding").
 
-    Among the places where the longest matching n-gram occurs, the latest one that is followed by a whole draft is taken,
-    or else the earliest, which is followed by the most. Runs on the device; proposes nothing where nothing matches.
+    Among the places where the longest matching n-gram occurs, the latest one that is followed by a whole draft is
+    taken, or else the earliest, which is followed by the most. Runs on the device; where nothing matches, nothing is
+    proposed. The defaults are the best of those tried on training prompts of several kinds on a CPU: one-token matches
+    cost more in rejected drafts than they bring.
 
     Attributes:
         num_draft_tokens: k, tokens in a draft at most.

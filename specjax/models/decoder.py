@@ -221,12 +221,15 @@ class View:
         cache: KVCache | None,
         length: Int[Array, "B"] | None,
     ) -> "View":
-        tables, block, past = {}, {}, {}
+        tables, block = {}, {}
+        past: dict[int | None, Array | None] = {}
         for window in dict.fromkeys(config.windows):
             rope = config.rope if window is None else config.local_rope
             tables[window] = F.rope_tables(rope, config.head_dim, positions)
             block[window] = F.block_bias(positions, mask, window)
-            past[window] = None if cache is None else F.cache_bias(positions, length, cache.capacity, window)
+            past[window] = None
+            if cache is not None and length is not None:
+                past[window] = F.cache_bias(positions, length, cache.capacity, window)
         return cls(tables, block, past)
 
     def of(self, window: int | None) -> tuple[tuple[Array, Array], Array, Array | None]:

@@ -22,7 +22,7 @@ def rms_norm(x: Float[Array, "... M"], weight: Float[Array, "M"], eps: float, of
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Inverse wavelengths `[D/2]` after scaling (float32), as Hugging Face's `modeling_rope_utils` defines each kind."""
+    """Inverse wavelengths `[D/2]` after scaling, float32; each kind as Hugging Face's `modeling_rope_utils` has it."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     base = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)
     if rope.kind == "linear":
@@ -104,7 +104,7 @@ def attention(
     """
     keys, values = block
     batch, heads, group, tokens, width = q.shape
-    # keys on the left and queries on the right: the other way round XLA's CPU matmul copies the cache into its own layout
+    # keys on the left and queries on the right: the other way round XLA's CPU matmul copies the cached keys
     q = (q * scale).astype(keys.dtype).reshape(batch, heads, group * tokens, width)
 
     def scores(k, bias):

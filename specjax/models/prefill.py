@@ -26,7 +26,7 @@ def padded_length(longest: int) -> int:
 def prefill(
     model: TargetModel, tokens: Int[Array, "B S"], longest: int, capacity: int, features: Sequence[str] = ()
 ) -> tuple[KVCache, dict[str, Float[Array, "B P M"]]]:
-    """Cache and features of the first `longest` tokens of each row (static; shorter rows get unused values past their end).
+    """Cache and features of the first `longest` tokens of each row (static; past a shorter row's end nothing is read).
 
     `capacity` must be at least `padded_length(longest)`; P is `padded_length(longest)`.
     """
