@@ -65,8 +65,8 @@ class Law(Protocol):
         """The accepted path of one round.
 
         Args:
-            keys: one PRNG key a row, used for nothing else. The law folds in the node, so a node's fate depends neither
-                on the batch nor on how far the draft was cut.
+            keys: one PRNG key a row, used for nothing else. A node's fate depends on its row's key and its block index,
+                neither on the batch nor on how far the draft was cut.
             max_depth: the most nodes a path can hold.
         """
         ...
@@ -244,13 +244,10 @@ class _Tries:
 def _uniforms(keys: Array, num_nodes: int) -> Float[Array, "B N+1 2"]:
     """Two numbers in [0, 1) for each block index: [..., 0] decides on the node, [..., 1] draws the bonus below it.
 
-    All at once and from the block index alone: the same node has the same numbers however large the block is.
+    JAX draws them by a counter (`jax_threefry_partitionable`, its default), so the same block index has the same
+    numbers however large the block is.
     """
-
-    def one(key: Array, block_index: Int[Array, ""]) -> Float[Array, "2"]:
-        return jax.random.uniform(jax.random.fold_in(key, block_index), (2,))
-
-    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, jnp.arange(num_nodes + 1))
+    return jax.vmap(lambda key: jax.random.uniform(key, (num_nodes + 1, 2)))(keys)
 
 
 def _children(draft: Draft, node: Int[Array, "B"], where: Bool[Array, "B"]) -> Bool[Array, "B N"]:

@@ -82,7 +82,7 @@ def max_depth(draft: Draft) -> Int[Array, "B"]:
 
 
 def ancestors(parents: Int[Array, "B N"]) -> Bool[Array, "B N N"]:
-    """`[b, i, j]`: node j is node i or one of its ancestors (any node order; log2(N) squarings of the parent relation)."""
+    """`[b, i, j]`: node j is node i or one of its ancestors, in any node order. O(log N) matrix products."""
     nodes = parents.shape[-1]
     reach = (parents[..., :, None] == jnp.arange(nodes)) | jnp.eye(nodes, dtype=bool)
     for _ in range(max(nodes - 1, 0).bit_length()):

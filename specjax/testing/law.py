@@ -18,7 +18,7 @@ from specjax.models.prefill import padded_length
 from specjax.models.target import Target
 from specjax.requests import choose_law
 from specjax.sampling import Sampling
-from specjax.state import BROKEN, DecodeState, Drafter
+from specjax.state import BROKEN, Counters, DecodeState, Drafter
 from specjax.stops import make_stops
 from specjax.testing.exact import exact_law
 from specjax.testing.models import tiny_target
@@ -103,26 +103,15 @@ def law_test(
     start = _fill(target.model, drafter, rules=rules, stops=stops, **batch)
     for key in jax.random.split(jax.random.key(seed), calls):
         keys = jax.random.split(key, copies * len(prompts))
-        texts, first, state = _draw(target.model, drafter, chosen, start, keys, num_tokens)
-        if (np.asarray(state.finish) == BROKEN).any():
+        texts, first, finish, counters = _draw(target.model, drafter, chosen, start, keys, num_tokens)
+        if (np.asarray(finish) == BROKEN).any():
             raise SpecjaxError("law_test: the target's law was not finite or allowed no token")
         codes = np.ravel_multi_index(tuple(np.asarray(texts).T), (size,) * num_tokens)
         counts += np.stack([np.bincount(c, minlength=size**num_tokens) for c in codes.reshape(len(prompts), copies)])
         crossed += int((np.asarray(first) < num_tokens).sum())
-        proposed += int(state.counters.proposed.sum())
-        accepted += int(state.counters.accepted.sum())
+        proposed += int(counters.proposed.sum())
+        accepted += int(counters.accepted.sum())
     return _compare(counts, exact, crossed, accepted / proposed if proposed else None, seed)
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """What `_draw` returns besides the texts: a `DecodeState` without its large arrays."""
-
-    finish: Int[Array, "B"]
-    counters: Any
-
-
-jax.tree_util.register_dataclass(_Sampled)
 
 
 _fill = jax.jit(decode.prefill, static_argnames="longest")
@@ -131,8 +120,9 @@ _fill = jax.jit(decode.prefill, static_argnames="longest")
 @partial(jax.jit, static_argnames=("law", "num_tokens"))
 def _draw(
     model: Any, drafter: Drafter, law: Law, start: DecodeState, key: Array, num_tokens: int
-) -> tuple[Int[Array, "B n"], Int[Array, "B"], _Sampled]:
-    """The first tokens of every row, and how many of them the first round gave; from the same start with new keys."""
+) -> tuple[Int[Array, "B n"], Int[Array, "B"], Int[Array, "B"], Counters]:
+    """Decode from `start` with new keys: the first tokens of every row, how many tokens its first round gave, its finish
+    and counters."""
 
     def short(carry: tuple[DecodeState, Array]) -> Array:
         state = carry[0]
@@ -144,7 +134,7 @@ def _draw(
 
     state, first = jax.lax.while_loop(short, body, (replace(start, key=key), jnp.zeros_like(start.length)))
     places = start.length[:, None] + jnp.arange(num_tokens)
-    return jnp.take_along_axis(state.tokens, places, axis=1), first, _Sampled(state.finish, state.counters)
+    return jnp.take_along_axis(state.tokens, places, axis=1), first, state.finish, state.counters
 
 
 def _batch(prompts: list[list[int]], copies: int, num_tokens: int, drafter: Drafter) -> dict[str, Any]:

@@ -1,0 +1,268 @@
+"""What decoding costs on this machine: a step against the memory it must read, blocks against steps, rounds against blocks.
+
+    python experiments/bench.py
+    python experiments/bench.py --random-config qwen2.5-3b --dtype bfloat16
+
+The first command takes about 6 minutes on two CPU cores (4 without PyTorch). Everything that is compared is measured in
+turns, because a machine's speed drifts; numbers are medians.
+"""
+
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+
+import specjax
+from common.console import make_table, progress_bar, run_command_line, show
+from common.prompts import read_prompts
+from common.results import check_output, provenance, write_json
+from common.timing import in_turns, median_of, without_compiling
+from measure import hugging_face
+from measure.passes import Bandwidth, TargetPass, bytes_read
+from measure.programs import bytes_of, compile_loop
+from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer
+from measure.shapes import random_target
+from measure.states import start_state
+from specjax import Greedy, InputError, Plain, PromptLookup, Rejection, Sampling, Target
+
+BLOCKS = (2, 4, 5, 8, 9, 16, 17)
+LOOKUP = PromptLookup(num_draft_tokens=8)
+SAMPLED = Sampling(temperature=0.8, top_p=0.95)
+STEPS = {"cpu": 5}  # in a timed loop; OTHER_STEPS on accelerators, which are much faster
+OTHER_STEPS = 50
+ROUNDS = 10
+NEW_TOKENS = 128  # room for ROUNDS rounds that accept everything, and for OTHER_STEPS steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure steps, blocks, rounds, programs and, where PyTorch is installed, Hugging Face.
+
+    Attributes:
+        target: "smollm2-135m-instruct", a Hugging Face directory, a .gguf file, or a Hub id.
+        random_config: random weights of this shape instead, e.g. qwen2.5-3b or llama-3.1-8b.
+        dtype: of weights and computation.
+        batch_size: rows, in all but the comparison.
+        turns: how often each quantity is measured.
+        compare: with Hugging Face, where it can be.
+        output: directory for bench.json.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    random_config: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    batch_size: int = 1
+    turns: int = 15
+    compare: bool = True
+    output: Path | None = None
+
+    def check(self) -> None:
+        for name in ("batch_size", "turns"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measured number.
+
+    Attributes:
+        name: what was measured.
+        value: in `unit`; None where it could not be.
+        note: how, or why not.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    note: str = ""
+
+
+def main() -> None:
+    options = tyro.cli(Options)
+    options.check()
+    check_output(options.output)
+    if options.dtype == "float32":
+        jax.config.update("jax_default_matmul_precision", "highest")
+    if options.random_config is None:
+        target = specjax.load(options.target, dtype=options.dtype)
+    else:
+        target = random_target(options.random_config, options.dtype)
+    prompts = prompts_for(target, options.batch_size)
+    lines: list[Line] = []
+    with progress_bar() as bar:
+        work = bar.add_task("steps and blocks", total=None)
+
+        def part(name: str, measure: Callable[[Callable[[], None]], list[Line]]) -> None:
+            bar.reset(work, description=name, total=None)
+            lines.extend(measure(lambda: bar.advance(work)))
+
+        part("steps and blocks", lambda done: steps_and_blocks(target, prompts, options, done))
+        part("rounds", lambda done: rounds(target, prompts, options, done))
+        part("programs", lambda done: programs(target, prompts, done))
+        lines.append(peak_memory())
+        reason = hugging_face.why_not(target) if options.compare else "--no-compare"
+        if reason is None:
+            part("Hugging Face", lambda done: comparison(target, done))
+        else:
+            lines.append(Line("Hugging Face generate", None, "tokens/s", f"skipped: {reason}"))
+    title = f"{target.name}, {target.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}"
+    show(make_table(title, ("",), ("value", "unit", "note"), [_cells(line) for line in lines]))
+    if options.output is not None:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+        content = {"provenance": provenance(target), "settings": settings, "lines": [asdict(line) for line in lines]}
+        write_json(options.output / "bench.json", content)
+        show(f"Written to {options.output / 'bench.json'}.")
+
+
+def prompts_for(target: Target, batch_size: int) -> list[list[int]]:
+    """The *rewrite* prompts, again and again for a larger batch; arbitrary tokens for a target without a tokenizer."""
+    if target.tokenizer is None:
+        return [[(7 * i * i + 13 * row) % target.model.vocab_size for i in range(150)] for row in range(batch_size)]
+    chats = [[{"role": "user", "content": c.turns[0]}] for c in read_prompts(tasks=["rewrite"])]
+    ids = [target.tokenizer.encode_chat(chat) for chat in chats]
+    return [ids[row % len(ids)] for row in range(batch_size)]
+
+
+def steps_and_blocks(target: Target, prompts: list[list[int]], options: Options, done: Callable[[], None]) -> list[Line]:
+    """Bandwidth, a decode step against its memory floor, and passes over blocks against a pass over one token."""
+    model = target.model
+    state = start_state(model, Plain(), prompts, NEW_TOKENS)
+    steps = STEPS.get(jax.default_backend(), OTHER_STEPS)
+    length = max(len(p) for p in prompts)
+    timers: dict[str, Callable[[], float]] = {"byte": Bandwidth()}
+    timers["step"] = RoundTimer(model, Plain(), Greedy(), state, steps)
+    for size in (1, *BLOCKS):
+        timers[f"{size}"] = TargetPass(model, state.cache, size, length, steps)
+        done()
+    seconds = in_turns(timers, options.turns, done)
+    read = bytes_read(model, getattr(model, "config", None), state.cache)
+    step = statistics.median(seconds["step"])
+    floor = read * statistics.median(seconds["byte"])
+    over = median_of(lambda step, byte: step / (read * byte), seconds["step"], seconds["byte"])
+    megabytes = f"{(read - bytes_of(state.cache)) / 1e6:.0f} MB of weights, {bytes_of(state.cache) / 1e6:.0f} MB of cache"
+    lines = [
+        Line("memory bandwidth", 1e-9 / statistics.median(seconds["byte"]), "GB/s", "sum over 512 MB, all cores"),
+        Line("memory floor of a step", 1e3 * floor, "ms", megabytes),
+        Line("decode step", 1e3 * step, "ms", "a round of plain decoding, in a compiled loop"),
+        Line("decode step / floor", over, "×"),
+        Line("decode(1)", 1e3 * statistics.median(seconds["1"]), "ms", "target pass over one token, nothing else"),
+    ]
+    for size in BLOCKS:
+        ms = f"{1e3 * statistics.median(seconds[f'{size}']):.2f} ms"
+        lines.append(Line(f"verify({size}) / decode(1)", median_of(lambda a, b: a / b, seconds[f"{size}"], seconds["1"]), "×", ms))
+    return lines
+
+
+def rounds(target: Target, prompts: list[list[int]], options: Options, done: Callable[[], None]) -> list[Line]:
+    """What a round of prompt lookup costs outside the target pass: full rounds against passes over the same block."""
+    model, block = target.model, LOOKUP.num_nodes + 1
+    plain = RoundTimer(model, Plain(), Greedy(), start_state(model, Plain(), prompts, NEW_TOKENS, like=LOOKUP), ROUNDS)
+    known = plain.text(NEW_TOKENS)
+    drafter = FullBlock.make(LOOKUP, known, NOTHING)
+    cache = start_state(model, drafter, prompts, NEW_TOKENS).cache
+    timers: dict[str, Callable[[], float]] = {
+        "step": plain,
+        "pass": TargetPass(model, cache, block, max(len(p) for p in prompts), ROUNDS),
+    }
+    cases = {
+        "greedy, nothing accepted": (Greedy(), None, NOTHING),
+        "greedy, what it finds": (Greedy(), None, FOUND),
+        "greedy, all accepted": (Greedy(), None, EVERYTHING),
+        "temperature .8, top-p .95, nothing accepted": (Rejection(), SAMPLED, NOTHING),
+        "temperature .8, top-p .95, what it finds": (Rejection(), SAMPLED, FOUND),
+    }
+    tokens = {}
+    for name, (law, sampling, accept) in cases.items():
+        drafter = FullBlock.make(LOOKUP, known, accept)
+        timer = RoundTimer(model, drafter, law, start_state(model, drafter, prompts, NEW_TOKENS, sampling=sampling), ROUNDS)
+        timers[name], tokens[name] = timer, timer.tokens_per_round
+        done()
+    seconds = in_turns(timers, options.turns, done)
+    lines = []
+    for name in cases:
+        extra = median_of(lambda a, b: a - b, seconds[name], seconds["pass"])
+        share = median_of(lambda a, b, step: (a - b) / step, seconds[name], seconds["pass"], seconds["step"])
+        note = f"of a decode step: {1e3 * extra:.2f} ms; {tokens[name]:.1f} tokens a round"
+        lines.append(Line(f"round outside the pass, {name}", 100 * share, "%", note))
+    return lines
+
+
+def programs(target: Target, prompts: list[list[int]], done: Callable[[], None]) -> list[Line]:
+    """Compile time, temporaries and copies of the decoding loop."""
+    lines = []
+    for name, drafter, batch in (("plain", Plain(), 1), ("prompt lookup", LOOKUP, 1), ("prompt lookup", LOOKUP, 4)):
+        program = compile_loop(target.model, drafter, [prompts[row % len(prompts)] for row in range(batch)], NEW_TOKENS)
+        what = f"{name}, batch {batch}"
+        lines.append(Line(f"compile time, {what}", program.compile_seconds, "s"))
+        share = None if program.temporary_bytes is None else 100 * program.temporary_bytes / program.cache_bytes
+        note = f"of the cache of {program.cache_bytes / 1e6:.0f} MB"
+        lines.append(Line(f"temporaries of the loop, {what}", share, "%", note))
+        lines.append(Line(f"cache-sized copies in the loop, {what}", program.cache_copies, ""))
+        done()
+    return lines
+
+
+def peak_memory() -> Line:
+    """Of the process on a CPU, of the device on an accelerator."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return Line("peak memory", stats["peak_bytes_in_use"] / 1e6, "MB", "of the device; 512 MB are the bandwidth test's")
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Line("peak memory", peak / 1e6, "MB", "of the process; 512 MB are the bandwidth test's")
+
+
+def comparison(target: Target, done: Callable[[], None]) -> list[Line]:
+    """Tokens per second against Hugging Face's, on the first prompt of each task, in turns; prefill included."""
+    other = hugging_face.HuggingFace(target)
+    prompts = [[{"role": "user", "content": c.turns[0]}] for c in read_prompts(limit=1)]
+    ids = [target.tokenizer.encode_chat(chat) for chat in prompts]
+    other.generate(ids[0], 8, None)
+
+    def ours(prompt: list[int], drafter: specjax.Drafter) -> tuple[list[int], float]:
+        g, _ = without_compiling(
+            lambda: specjax.generate(target, [prompt], drafter=drafter, max_new_tokens=NEW_TOKENS)
+        )
+        return g.token_ids[0], g.prefill_seconds + g.seconds
+
+    methods: dict[str, Callable[[list[int]], tuple[list[int], float]]] = {
+        "specjax, plain": lambda prompt: ours(prompt, Plain()),
+        "Hugging Face generate": lambda prompt: other.generate(prompt, NEW_TOKENS, None),
+        "specjax, prompt lookup": lambda prompt: ours(prompt, LOOKUP),
+        "Hugging Face prompt lookup": lambda prompt: other.generate(prompt, NEW_TOKENS, LOOKUP.num_draft_tokens),
+    }
+    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
+    seconds = dict.fromkeys(methods, 0.0)
+    for prompt in ids:
+        for name, decode in methods.items():
+            text, taken = decode(prompt)
+            texts[name].append(text)
+            seconds[name] += taken
+            done()
+    first = next(iter(methods))
+    rates = {name: sum(map(len, texts[name])) / seconds[name] for name in methods}
+    lines = []
+    for name in methods:
+        same = sum(a == b for a, b in zip(texts[name], texts[first], strict=True))
+        note = "prefill included" if name == first else f"prefill included; same text on {same} of {len(ids)} prompts"
+        lines.append(Line(name, rates[name], "tokens/s", note))
+    plain, lookup = "specjax, plain", "specjax, prompt lookup"
+    lines.append(Line("plain / Hugging Face", rates[plain] / rates["Hugging Face generate"], "×"))
+    lines.append(Line("prompt lookup / Hugging Face's", rates[lookup] / rates["Hugging Face prompt lookup"], "×"))
+    return lines
+
+
+def _cells(line: Line) -> list[str]:
+    value = "–" if line.value is None else f"{line.value:.4g}" if abs(line.value) < 1000 else f"{line.value:.0f}"
+    return [line.name, value, line.unit, line.note]
+
+
+if __name__ == "__main__":
+    run_command_line(main)

@@ -1,0 +1,70 @@
+"""The command line: errors in one line, progress while it runs, tables at the end."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from specjax import SpecjaxError
+
+
+def run_command_line(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's `main` and exit with what it returns; with 2 and one line on stderr where the input is at fault."""
+    try:
+        code = main() or 0
+    except SpecjaxError as error:
+        code = fail(" ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        code = fail("interrupted; no results were written", 130)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        code = fail("the device ran out of memory; lower --batch-size or --max-new-tokens, or use --dtype bfloat16", 2)
+    sys.exit(code)
+
+
+def fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def progress_bar() -> Progress:
+    """On stderr, so that stdout holds results alone."""
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def make_table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str] | None]) -> Table:
+    """A table whose first columns are text and whose others are numbers; a row that is None draws a line."""
+    table = Table(title=title, title_justify="left")
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*row)
+    return table
+
+
+def show(*parts: object) -> None:
+    """Print tables and text to stdout; at least 110 columns wide where stdout is a file or a pipe."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(console.width, 110))
+    for part in parts:
+        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}%"

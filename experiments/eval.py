@@ -1,0 +1,336 @@
+"""Decode the same prompts plainly and speculatively: the same text? How many tokens per target call, how many a second?
+
+    python experiments/eval.py
+    python experiments/eval.py --drafters prompt-lookup:k=8 draft-model:PATH,k=4 --tasks rewrite --output results/rewrite
+    python experiments/eval.py --prompts mt_bench_question.jsonl --limit 2 --temperature 0.8 --top-p 0.95
+
+The first command takes about 3 minutes on two CPU cores, and ends in a table of five tasks. Every greedy text is compared
+with plain decoding's, token for token; the exit status is 1 where one differs by more than rounding explains.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import tyro
+from rich.table import Table
+
+import specjax
+from common.console import make_table, number, percent, progress_bar, run_command_line, show
+from common.drafters import PLAIN, Named, parse_drafters
+from common.evaluation import Call, Plan, check_prompts, evaluate, make_units
+from common.exact import examine
+from common.prompts import Conversation, read_prompts
+from common.results import check_output, provenance, write_json
+from common.summary import DEFINITIONS, Forks, find_forks, fork_of, summarize
+from common.trace import rounds_as_data, rounds_as_text
+from measure.proposals import ProposalTimer
+from measure.states import start_state
+from specjax import InputError, Sampling, Target
+
+
+@dataclass(frozen=True)
+class Options:
+    """Decode prompts plainly and with drafters, compare texts and speed.
+
+    Attributes:
+        target: "smollm2-135m-instruct", a Hugging Face directory, a .gguf file, or a Hub id.
+        drafters: what to compare with plain decoding: prompt-lookup:k=8,max_ngram=3 or draft-model:PATH,k=4.
+        prompts: JSONL file with question_id, category, turns; our own five tasks without it.
+        tasks: only these categories of the file.
+        limit: at most so many prompts of each task.
+        max_new_tokens: for each turn.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 is off.
+        top_p: keep the most likely tokens that together hold this mass; 1 is off.
+        min_p: keep tokens at least this times as likely as the most likely one; 0 is off.
+        repetition_penalty: 1 is off.
+        frequency_penalty: 0 is off.
+        presence_penalty: 0 is off.
+        batch_size: prompts decoded together.
+        dtype: of weights and computation.
+        seed: of the sampled tokens.
+        repetitions: how often the first prompts of each task are timed; the others are timed once.
+        repeated: how many batches of prompts of each task that is; 0 is all of them.
+        trace: print every round of every prompt: what was proposed, accepted and committed.
+        output: directory for results.json.
+    """
+
+    target: str = "smollm2-135m-instruct"
+    drafters: tuple[str, ...] = (PLAIN, "prompt-lookup:k=8")
+    prompts: Path | None = None
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    batch_size: int = 1
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    seed: int = 0
+    repetitions: int = 2
+    repeated: int = 1
+    trace: bool = False
+    output: Path | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+        )
+
+    def check(self) -> None:
+        """Raise InputError for a number out of range."""
+        for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("repetitions", 1), ("repeated", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+        self.sampling.validate(self.batch_size)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run gives.
+
+    Attributes:
+        runs: a row of numbers for each task and drafter.
+        totals: for each drafter, over all tasks.
+        calls: every timed call.
+        forks: the greedy texts that are not plain decoding's.
+        warm_up_seconds: compiling, and the runs thrown away for it.
+    """
+
+    runs: list[dict[str, Any]]
+    totals: list[dict[str, Any]]
+    calls: list[Call]
+    forks: Forks
+    warm_up_seconds: float
+
+
+def main() -> int:
+    options = tyro.cli(Options)
+    begin = time.perf_counter()
+    options.check()
+    check_output(options.output)
+    conversations = read_prompts(options.prompts, options.tasks, options.limit)
+    if options.dtype == "float32":  # else accelerators multiply float32 in shorter formats, and texts fork
+        jax.config.update("jax_default_matmul_precision", "highest")
+    drafters = parse_drafters(options.drafters, options.dtype)
+    target = specjax.load(options.target, dtype=options.dtype)
+    check_prompts(target, conversations)
+    measured = measure(options, target, drafters, conversations)
+    seconds = time.perf_counter() - begin
+    if options.trace:
+        print_traces(target, measured.calls)
+    show(*report(options, target, drafters, measured), f"{seconds:.0f} s in all, {measured.warm_up_seconds:.0f} s warming up.")
+    if options.output is not None:
+        where = provenance(target, warm_up_seconds=measured.warm_up_seconds, total_seconds=seconds)
+        file = options.output / "results.json"
+        write_json(file, as_data(options, measured, where))
+        show(f"Written to {file}.")
+    faults = sum(row["faults"] for row in measured.totals)
+    if faults:
+        print(f"FAULT: {faults} greedy texts are not plain decoding's, by more than rounding explains", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def measure(
+    options: Options, target: Target, drafters: Sequence[Named], conversations: Sequence[Conversation]
+) -> Measured:
+    """Decode everything, with a progress bar."""
+    units = make_units(conversations, options.batch_size)
+    plan = Plan(
+        batch_size=options.batch_size,
+        max_new_tokens=options.max_new_tokens,
+        sampling=options.sampling,
+        seed=options.seed,
+        repetitions=options.repetitions,
+        repeated_units=options.repeated or len(units),
+    )
+    timers: dict[str, ProposalTimer] = {}
+    proposals: dict[str, list[float]] = {d.label: [] for d in drafters}
+
+    with progress_bar() as bar:
+        work = bar.add_task("compiling", total=len(units))
+
+        def done(calls: list[Call]) -> None:
+            for d in drafters:
+                if d.num_draft_tokens:
+                    if d.label not in timers:
+                        ids = calls[0].generation.prompt_ids
+                        state = start_state(
+                            target.model, d.drafter, ids, options.max_new_tokens, sampling=options.sampling
+                        )
+                        timers[d.label] = ProposalTimer(target.model, d.drafter, state)
+                    proposals[d.label].append(timers[d.label]())
+            bar.update(work, advance=1, description=calls[0].task)
+
+        calls, warm_up = evaluate(target, drafters, units, plan, done)
+    greedy = options.temperature == 0
+    forks = find_forks(calls, lambda *texts: examine(target, options.sampling, *texts)) if greedy else {}
+    costs = draft_costs(drafters, calls, proposals)
+    law = "greedy" if greedy else "rejection"
+
+    def rows(task: str, some: list[Call]) -> list[dict[str, Any]]:
+        return summarize(some, task, forks, costs, law, options.temperature)
+
+    tasks = dict.fromkeys(call.task for call in calls)
+    runs = [row for task in tasks for row in rows(task, [call for call in calls if call.task == task])]
+    return Measured(runs, rows("all", calls), calls, forks, warm_up)
+
+
+def draft_costs(
+    drafters: Sequence[Named], calls: Sequence[Call], proposals: dict[str, list[float]]
+) -> dict[str, float | None]:
+    """c of each drafter: None for plain decoding, which has no drafter step."""
+    plain = [call for call in calls if call.drafter.kind == PLAIN]
+    # a batch runs until its last row ends: its rounds are those of its longest row
+    rounds = sum(max(stats.target_calls for stats in call.generation.row_stats) for call in plain)
+    step = sum(statistics.median(call.seconds) for call in plain) / rounds
+    return {
+        d.label: statistics.median(proposals[d.label]) / d.num_draft_tokens / step if proposals[d.label] else None
+        for d in drafters
+    }
+
+
+def report(options: Options, target: Target, drafters: Sequence[Named], measured: Measured) -> list[Table | str]:
+    """The tables, and what their columns mean."""
+    rows: list[list[str] | None] = []
+    for row in [*measured.runs, *(measured.totals if len(measured.runs) > len(measured.totals) else [])]:
+        if row["drafter"] == PLAIN and rows:
+            rows.append(None)
+        low, high = row["speedup_interval"] or (None, None)
+        rows.append(
+            [
+                row["task"],
+                row["drafter"],
+                number(row["tokens_per_call"]),
+                percent(row["acceptance_rate"]),
+                number(row["alpha"]),
+                number(row["draft_cost"], 4),
+                number(row["tokens_per_second"], 1),
+                number(row["speedup"]),
+                "" if low is None else f"{number(low)} … {number(high)}",
+                _match(row),
+            ]
+        )
+    title = (
+        f"{target.name}, {options.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}, "
+        f"{options.max_new_tokens} new tokens at most, {_describe(options.sampling)}"
+    )
+    columns = ("tokens/call", "accepted", "α", "c", "tokens/s", "speedup", "95%", "text")
+    tables: list[Table | str] = [make_table(title, ("task", "drafter"), columns, rows)]
+    longest = max(d.num_draft_tokens for d in drafters)
+    if longest:
+        rows = []
+        for row in measured.totals:
+            for kind, values in row["acceptance_by_position"].items():
+                if values:
+                    rows.append([row["drafter"], kind, *(percent(v) for v in values), *[""] * (longest - len(values))])
+        places = [str(i + 1) for i in range(longest)]
+        tables.append(make_table("Acceptance by draft position, all tasks", ("drafter", ""), places, rows))
+    tables += [
+        f"tokens/call: {DEFINITIONS['tokens_per_call']}.",
+        f"accepted: {DEFINITIONS['acceptance_rate']}. α: {DEFINITIONS['alpha']}.",
+        f"c: {DEFINITIONS['draft_cost'].removeprefix('c: ')}.",
+        f"tokens/s: new tokens / seconds of decoding, without prefill. speedup: {DEFINITIONS['speedup']}; "
+        f"{DEFINITIONS['speedup_interval']}.",
+        f"{DEFINITIONS['acceptance_by_position']}.",
+        "text: = every token is plain decoding's; ~n near-ties: n texts leave it where two logits are as good as equal; "
+        "n FAULTS: n texts leave it elsewhere.",
+    ]
+    for call in measured.calls:
+        for row, c in enumerate(call.rows):
+            if (fork := fork_of(measured.forks, call, row)) is not None:
+                kind = "near-tie" if fork.near_tie else "FAULT"
+                tables.append(
+                    f"{kind}: {call.drafter.label}, {call.task} {c.question_id}, turn {call.turn + 1}, new token "
+                    f"{fork.position + 1}: {fork.token} instead of {fork.plain_token}; logits apart by "
+                    f"{fork.gap if fork.gap is None else format(fork.gap, '.2g')}, at most {fork.limit:.2g} is a near-tie"
+                )
+    return tables
+
+
+def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict[str, Any]:
+    """The content of results.json."""
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
+    prompts: dict[tuple[int, int, int], dict[str, Any]] = {}
+    for call in measured.calls:
+        for row, c in enumerate(call.rows):
+            g = call.generation
+            entry = prompts.setdefault(
+                (call.unit, call.turn, row),
+                {
+                    "task": call.task,
+                    "question_id": c.question_id,
+                    "turn": call.turn,
+                    "prompt_ids": g.prompt_ids[row],
+                    "outputs": [],
+                },
+            )
+            fork = fork_of(measured.forks, call, row)
+            entry["outputs"].append(
+                {
+                    "drafter": call.drafter.label,
+                    "token_ids": g.token_ids[row],
+                    "text": g.texts[row],
+                    "finish_reason": g.finish_reasons[row],
+                    "batch": call.unit,
+                    "batch_seconds": list(call.seconds),
+                    "batch_prefill_seconds": list(call.prefill_seconds),
+                    "fork": None if fork is None else asdict(fork) | {"near_tie": fork.near_tie},
+                    "rounds": rounds_as_data((g.trace or [])[row]),
+                }
+            )
+    return {
+        "provenance": where,
+        "settings": settings,
+        "definitions": DEFINITIONS,
+        "runs": measured.runs,
+        "totals": measured.totals,
+        "prompts": list(prompts.values()),
+    }
+
+
+def print_traces(target: Target, calls: Sequence[Call]) -> None:
+    """Every round as a line of text."""
+    for call in calls:
+        for row, c in enumerate(call.rows):
+            print(f"\n{call.task} {c.question_id}, turn {call.turn + 1}, {call.drafter.label}")
+            rounds = (call.generation.trace or [])[row]
+            for line in rounds_as_text(rounds, lambda ids: target.tokenizer.decode(ids, skip_special_tokens=False)):
+                print(line)
+    print()
+
+
+def _match(row: dict[str, Any]) -> str:
+    if row["drafter"] == PLAIN or row["matches_plain"] is None:
+        return ""
+    if row["faults"]:
+        return f"{row['faults']} FAULTS"
+    return f"~{row['near_ties']} near-ties" if row["near_ties"] else "="
+
+
+def _describe(sampling: Sampling) -> str:
+    off = Sampling()
+    on = [f"{k} {v}" for k, v in asdict(sampling).items() if k != "temperature" and v != getattr(off, k)]
+    return ", ".join([f"temperature {sampling.temperature}" if sampling.temperature else "greedy", *on])
+
+
+if __name__ == "__main__":
+    run_command_line(main)

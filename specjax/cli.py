@@ -1,0 +1,23 @@
+"""What scripts share: errors in one line."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from specjax.errors import SpecjaxError
+
+
+def run_command_line(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and exit with what it returns; with 2 and one line on stderr where the input is at fault."""
+    try:
+        code = main() or 0
+    except SpecjaxError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        code = 0
+    sys.exit(code)

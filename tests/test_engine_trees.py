@@ -1,0 +1,125 @@
+"""Trees and probes: what a node sees, where it stands, and what remains of it after a round."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import testing
+from specjax.models.prefill import prefill
+from specjax.testing import Oracle, Prober, Replay
+from specjax.trees import Draft, order
+from specjax.verify import verify
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_each_node_sees_its_own_path(family: str, scores: Any) -> None:
+    """The tree [0] [1] [0,0] [0,1] [1,0] in shuffled order: each node's logits are a forward pass over its path."""
+    model = testing.tiny_model(family, seed=3)
+    text = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1]]
+    tokens = np.array([[10, 20, 11, 12, 21]] * 2)
+    parents, shuffled = [-1, -1, 0, 0, 1], [[4, 2, 0, 3, 1], [3, 0, 4, 1, 2]]
+    rows = []
+    for old in shuffled:
+        new = {node: place for place, node in enumerate(old)}
+        rows.append([new[parents[node]] if parents[node] >= 0 else -1 for node in old])
+    mixed = np.take_along_axis(tokens, np.array(shuffled), axis=1)
+    draft = order(jnp.asarray(mixed), jnp.asarray(rows), jnp.ones((2, 5), bool))
+    length = jnp.array([len(t) for t in text])
+    padded = jnp.array([row + [0] * (12 - len(row)) for row in text])
+    cache, _ = jax.jit(prefill, static_argnums=(2, 3))(model, padded, 11, 32)
+    pending = jnp.take_along_axis(padded, length[:, None] - 1, axis=1)[:, 0]
+    seen = np.asarray(jax.jit(verify)(model, cache, pending, length, draft).logits)
+    paths = {10: [10], 20: [20], 11: [10, 11], 12: [10, 12], 21: [20, 21]}
+    for row in range(2):
+        for node, token in enumerate(np.asarray(draft.tokens)[row]):
+            path = text[row] + paths[int(token)]
+            np.testing.assert_allclose(seen[row, node + 1], scores(model, [path])[0, len(path) - 1], atol=1e-5)
+        np.testing.assert_allclose(seen[row, 0], scores(model, [text[row]])[0, len(text[row]) - 1], atol=1e-5)
+
+
+def test_fillers_change_nothing(tiny: Any) -> None:
+    """Neither their tokens nor their number: a node's logits are those of a draft without them."""
+    text = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    cache, _ = jax.jit(prefill, static_argnums=(2, 3))(tiny.model, text, 7, 32)
+    call = jax.jit(lambda draft: verify(tiny.model, cache, text[:, -1], jnp.array([8]), draft).logits)
+    draft = Draft(jnp.array([[10, 11, 50, 60]]), jnp.array([[-1, 0, 1, 0]]), jnp.array([[True, True, False, False]]))
+    bare = call(Draft(draft.tokens[:, :2], draft.parents[:, :2], draft.valid[:, :2]))
+    np.testing.assert_allclose(call(draft)[:, :3], bare, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoys", [1, 2])
+def test_only_the_last_sibling_is_right(decoys: int, table: Any, table_text: Any, decode: Any) -> None:
+    out = decode(table, Oracle(4, decoys))
+    assert out.token_ids == table_text
+    for row in out.trace:
+        for round in row[:-1]:
+            assert round.accepted == [(i + 1) * (decoys + 1) - 1 for i in range(4)]
+
+
+@pytest.mark.parametrize("drafter", [Oracle(3, decoys=1), Replay.of([[9] * 60] * 2, 5)], ids=["tree", "all rejected"])
+def test_the_cache_holds_the_committed_text(drafter: Any, tiny: Any) -> None:
+    """After every few rounds, whatever was accepted, the cache is what a fresh prefill of the text gives."""
+    job = specjax.prepare(tiny, [[1, 2, 3], [5] * 9], drafter=drafter, max_new_tokens=60)
+    state, size = job.prefill(), job.arguments["tokens"].shape[1]
+    fill = jax.jit(prefill, static_argnums=(2, 3))
+    for round in range(8):
+        state, info = job.step(state)
+        fresh, _ = fill(tiny.model, state.tokens, 100, size)
+        for row, length in enumerate(np.asarray(state.length)):
+            for found, expected in zip(jax.tree.leaves(state.cache), jax.tree.leaves(fresh), strict=True):
+                np.testing.assert_allclose(found[row, :, : length - 1], expected[row, :, : length - 1], atol=1e-5)
+
+
+def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, prompts: Any) -> None:
+    """Fifty rounds and more with mixed accept counts: the cache's slots hold positions 0, 1, 2, … and the text's tokens."""
+    random = np.random.default_rng(1)
+    script = np.where(random.random((4, 80)) < 0.5, table_text, -1)
+    job = specjax.prepare(table, prompts, drafter=Replay.of(script.tolist(), 16), max_new_tokens=80)
+    state = job.run(job.prefill())
+    assert int(state.round) >= 40
+    for row, length in enumerate(np.asarray(state.length)):
+        assert length == len(prompts[row]) + 80
+        keys = np.asarray(state.cache.keys[0])[row, 0, : length - 1]
+        np.testing.assert_array_equal(keys[:, 1], np.arange(length - 1))
+        np.testing.assert_array_equal(keys[:, 0], np.asarray(state.tokens)[row, : length - 1])
+
+
+def test_probes_see_what_their_mask_says(tiny: Any, tiny_text: Any, prompts: Any, scores: Any) -> None:
+    """The logits that come back at probes are those of a forward pass over what they see; nothing of them is committed
+    or counted, and the text does not change."""
+    wrong = [[t if i % 3 else (t + 1) % 64 for i, t in enumerate(row)] for row in tiny_text]
+    script = [[-1 if i % 5 == 2 else t for i, t in enumerate(row)] for row in wrong]
+    drafter = Prober(Replay.of(script, 3))
+    job = specjax.prepare(tiny, prompts, drafter=drafter, max_new_tokens=80)
+    state, checked = job.prefill(), 0
+    a, b, c = drafter.tokens
+    for _ in range(12):
+        before = [np.asarray(state.tokens)[i, :n].tolist() for i, n in enumerate(np.asarray(state.length))]
+        state, info = job.step(state)
+        valid, first = np.asarray(state.memory["valid"]), np.asarray(info.draft.tokens)[:, 0]
+        for probe, path in enumerate(([a], [a, b], None)):
+            texts = [t + (path or [int(n), c]) for t, n in zip(before, first, strict=True)]
+            logits = scores(tiny.model, texts)
+            for row in np.flatnonzero(valid[:, probe]):
+                expected = logits[row, len(texts[row]) - 1]
+                np.testing.assert_allclose(np.asarray(state.memory["logits"])[row, probe], expected, atol=1e-4)
+                checked += probe == 2
+    assert checked > 10
+    assert not valid.all()
+    for row, length in enumerate(np.asarray(state.length)):
+        new = np.asarray(state.tokens)[row, len(prompts[row]) : length].tolist()
+        assert new == tiny_text[row][: len(new)]
+    assert (np.asarray(state.counters.proposed) <= 12 * 3).all()
+
+
+def test_probes_survive_a_smaller_block(table: Any, table_text: Any, decode: Any) -> None:
+    """Blocks are cut to what the batch proposes; probes stay behind the nodes."""
+    drafter = Prober(replace(Replay.of([[-1, -1, *row[2:]] for row in table_text], 8), block_sizes=(2, 5)))
+    out = decode(table, drafter)
+    assert out.token_ids == table_text
+    assert {r.block_tokens for row in out.trace for r in row} >= {2 + 3, 9 + 3}
