@@ -1,4 +1,4 @@
-"""What decoding costs on this machine: a step against the memory it must read, blocks against steps, rounds against blocks.
+"""What decoding costs on this machine: a step against its memory floor, blocks against steps, rounds against blocks.
 
     python experiments/bench.py
     python experiments/bench.py --random-config qwen2.5-3b --dtype bfloat16
@@ -13,14 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import tyro
-
-import specjax
 from common.console import make_table, progress_bar, run_command_line, show
-from common.prompts import read_prompts
+from common.prompts import prompt_ids, read_prompts
 from common.results import check_output, provenance, write_json
 from common.timing import in_turns, median_of, without_compiling
 from measure import hugging_face
@@ -29,7 +27,10 @@ from measure.programs import bytes_of, compile_loop
 from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer
 from measure.shapes import random_target
 from measure.states import start_state
+
+import specjax
 from specjax import Greedy, InputError, Plain, PromptLookup, Rejection, Sampling, Target
+from specjax.laws import Law
 
 BLOCKS = (2, 4, 5, 8, 9, 16, 17)
 LOOKUP = PromptLookup(num_draft_tokens=8)
@@ -125,12 +126,13 @@ def prompts_for(target: Target, batch_size: int) -> list[list[int]]:
     """The *rewrite* prompts, again and again for a larger batch; arbitrary tokens for a target without a tokenizer."""
     if target.tokenizer is None:
         return [[(7 * i * i + 13 * row) % target.model.vocab_size for i in range(150)] for row in range(batch_size)]
-    chats = [[{"role": "user", "content": c.turns[0]}] for c in read_prompts(tasks=["rewrite"])]
-    ids = [target.tokenizer.encode_chat(chat) for chat in chats]
+    ids = [prompt_ids(target, conversation) for conversation in read_prompts(tasks=["rewrite"])]
     return [ids[row % len(ids)] for row in range(batch_size)]
 
 
-def steps_and_blocks(target: Target, prompts: list[list[int]], options: Options, done: Callable[[], None]) -> list[Line]:
+def steps_and_blocks(
+    target: Target, prompts: list[list[int]], options: Options, done: Callable[[], None]
+) -> list[Line]:
     """Bandwidth, a decode step against its memory floor, and passes over blocks against a pass over one token."""
     model = target.model
     state = start_state(model, Plain(), prompts, NEW_TOKENS)
@@ -142,11 +144,12 @@ def steps_and_blocks(target: Target, prompts: list[list[int]], options: Options,
         timers[f"{size}"] = TargetPass(model, state.cache, size, length, steps)
         done()
     seconds = in_turns(timers, options.turns, done)
+    cache = bytes_of(state.cache)
     read = bytes_read(model, getattr(model, "config", None), state.cache)
     step = statistics.median(seconds["step"])
     floor = read * statistics.median(seconds["byte"])
     over = median_of(lambda step, byte: step / (read * byte), seconds["step"], seconds["byte"])
-    megabytes = f"{(read - bytes_of(state.cache)) / 1e6:.0f} MB of weights, {bytes_of(state.cache) / 1e6:.0f} MB of cache"
+    megabytes = f"{(read - cache) / 1e6:.0f} MB of weights, {cache / 1e6:.0f} MB of cache"
     lines = [
         Line("memory bandwidth", 1e-9 / statistics.median(seconds["byte"]), "GB/s", "sum over 512 MB, all cores"),
         Line("memory floor of a step", 1e3 * floor, "ms", megabytes),
@@ -155,8 +158,9 @@ def steps_and_blocks(target: Target, prompts: list[list[int]], options: Options,
         Line("decode(1)", 1e3 * statistics.median(seconds["1"]), "ms", "target pass over one token, nothing else"),
     ]
     for size in BLOCKS:
-        ms = f"{1e3 * statistics.median(seconds[f'{size}']):.2f} ms"
-        lines.append(Line(f"verify({size}) / decode(1)", median_of(lambda a, b: a / b, seconds[f"{size}"], seconds["1"]), "×", ms))
+        times = seconds[f"{size}"]
+        ratio = median_of(lambda block, one: block / one, times, seconds["1"])
+        lines.append(Line(f"verify({size}) / decode(1)", ratio, "×", f"{1e3 * statistics.median(times):.2f} ms"))
     return lines
 
 
@@ -171,7 +175,7 @@ def rounds(target: Target, prompts: list[list[int]], options: Options, done: Cal
         "step": plain,
         "pass": TargetPass(model, cache, block, max(len(p) for p in prompts), ROUNDS),
     }
-    cases = {
+    cases: dict[str, tuple[Law, Sampling | None, int]] = {
         "greedy, nothing accepted": (Greedy(), None, NOTHING),
         "greedy, what it finds": (Greedy(), None, FOUND),
         "greedy, all accepted": (Greedy(), None, EVERYTHING),
@@ -181,7 +185,8 @@ def rounds(target: Target, prompts: list[list[int]], options: Options, done: Cal
     tokens = {}
     for name, (law, sampling, accept) in cases.items():
         drafter = FullBlock.make(LOOKUP, known, accept)
-        timer = RoundTimer(model, drafter, law, start_state(model, drafter, prompts, NEW_TOKENS, sampling=sampling), ROUNDS)
+        state = start_state(model, drafter, prompts, NEW_TOKENS, sampling=sampling)
+        timer = RoundTimer(model, drafter, law, state, ROUNDS)
         timers[name], tokens[name] = timer, timer.tokens_per_round
         done()
     seconds = in_turns(timers, options.turns, done)
@@ -213,23 +218,21 @@ def peak_memory() -> Line:
     """Of the process on a CPU, of the device on an accelerator."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
-        return Line("peak memory", stats["peak_bytes_in_use"] / 1e6, "MB", "of the device; 512 MB are the bandwidth test's")
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return Line("peak memory", peak / 1e6, "MB", "of the process; 512 MB are the bandwidth test's")
+        peak, whose = stats["peak_bytes_in_use"], "device"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, whose = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
+    return Line("peak memory", peak / 1e6, "MB", f"of the {whose}; 537 MB are the bandwidth test's")
 
 
 def comparison(target: Target, done: Callable[[], None]) -> list[Line]:
     """Tokens per second against Hugging Face's, on the first prompt of each task, in turns; prefill included."""
     other = hugging_face.HuggingFace(target)
-    prompts = [[{"role": "user", "content": c.turns[0]}] for c in read_prompts(limit=1)]
-    ids = [target.tokenizer.encode_chat(chat) for chat in prompts]
+    ids = [prompt_ids(target, conversation) for conversation in read_prompts(limit=1)]
     other.generate(ids[0], 8, None)
 
     def ours(prompt: list[int], drafter: specjax.Drafter) -> tuple[list[int], float]:
-        g, _ = without_compiling(
-            lambda: specjax.generate(target, [prompt], drafter=drafter, max_new_tokens=NEW_TOKENS)
-        )
+        g, _ = without_compiling(lambda: specjax.generate(target, [prompt], drafter=drafter, max_new_tokens=NEW_TOKENS))
         return g.token_ids[0], g.prefill_seconds + g.seconds
 
     methods: dict[str, Callable[[list[int]], tuple[list[int], float]]] = {

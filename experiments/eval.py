@@ -1,11 +1,11 @@
-"""Decode the same prompts plainly and speculatively: the same text? How many tokens per target call, how many a second?
+"""Decode the same prompts plainly and speculatively: the texts, the tokens per target call, the tokens per second.
 
     python experiments/eval.py
-    python experiments/eval.py --drafters prompt-lookup:k=8 draft-model:PATH,k=4 --tasks rewrite --output results/rewrite
+    python experiments/eval.py --drafters prompt-lookup:k=8 draft-model:PATH,k=4 --tasks rewrite --output results
     python experiments/eval.py --prompts mt_bench_question.jsonl --limit 2 --temperature 0.8 --top-p 0.95
 
-The first command takes about 3 minutes on two CPU cores, and ends in a table of five tasks. Every greedy text is compared
-with plain decoding's, token for token; the exit status is 1 where one differs by more than rounding explains.
+The first command takes about 3 minutes on two CPU cores, and ends in a table of five tasks. Every greedy text is
+compared with plain decoding's, token for token; the exit status is 1 where one differs by more than rounding explains.
 """
 
 import statistics
@@ -18,10 +18,7 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from rich.table import Table
-
-import specjax
-from common.console import make_table, number, percent, progress_bar, run_command_line, show
+from common.console import make_table, number, percent, progress_bar, run_command_line, show, small
 from common.drafters import PLAIN, Named, parse_drafters
 from common.evaluation import Call, Plan, check_prompts, evaluate, make_units
 from common.exact import examine
@@ -31,6 +28,9 @@ from common.summary import DEFINITIONS, Forks, find_forks, fork_of, summarize
 from common.trace import rounds_as_data, rounds_as_text
 from measure.proposals import ProposalTimer
 from measure.states import start_state
+from rich.table import Table
+
+import specjax
 from specjax import InputError, Sampling, Target
 
 
@@ -96,7 +96,8 @@ class Options:
 
     def check(self) -> None:
         """Raise InputError for a number out of range."""
-        for name, least in (("limit", 1), ("max_new_tokens", 1), ("batch_size", 1), ("repetitions", 1), ("repeated", 0)):
+        limits = {"limit": 1, "max_new_tokens": 1, "batch_size": 1, "repetitions": 1, "repeated": 0}
+        for name, least in limits.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
@@ -137,7 +138,8 @@ def main() -> int:
     seconds = time.perf_counter() - begin
     if options.trace:
         print_traces(target, measured.calls)
-    show(*report(options, target, drafters, measured), f"{seconds:.0f} s in all, {measured.warm_up_seconds:.0f} s warming up.")
+    show(*report(options, target, drafters, measured))
+    show(f"{seconds:.0f} s in all, {measured.warm_up_seconds:.0f} s of them warming up.")
     if options.output is not None:
         where = provenance(target, warm_up_seconds=measured.warm_up_seconds, total_seconds=seconds)
         file = options.output / "results.json"
@@ -197,7 +199,7 @@ def measure(
 def draft_costs(
     drafters: Sequence[Named], calls: Sequence[Call], proposals: dict[str, list[float]]
 ) -> dict[str, float | None]:
-    """c of each drafter: None for plain decoding, which has no drafter step."""
+    """Draft cost c of each drafter; None for plain decoding, which has no drafter step."""
     plain = [call for call in calls if call.drafter.kind == PLAIN]
     # a batch runs until its last row ends: its rounds are those of its longest row
     rounds = sum(max(stats.target_calls for stats in call.generation.row_stats) for call in plain)
@@ -222,7 +224,7 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
                 number(row["tokens_per_call"]),
                 percent(row["acceptance_rate"]),
                 number(row["alpha"]),
-                number(row["draft_cost"], 4),
+                small(row["draft_cost"]),
                 number(row["tokens_per_second"], 1),
                 number(row["speedup"]),
                 "" if low is None else f"{number(low)} … {number(high)}",
@@ -251,18 +253,13 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
         f"tokens/s: new tokens / seconds of decoding, without prefill. speedup: {DEFINITIONS['speedup']}; "
         f"{DEFINITIONS['speedup_interval']}.",
         f"{DEFINITIONS['acceptance_by_position']}.",
-        "text: = every token is plain decoding's; ~n near-ties: n texts leave it where two logits are as good as equal; "
-        "n FAULTS: n texts leave it elsewhere.",
+        "text: = every token is plain decoding's; ~n near-ties: n texts leave it where two logits are as good as "
+        "equal; n FAULTS: n texts leave it elsewhere.",
     ]
     for call in measured.calls:
-        for row, c in enumerate(call.rows):
-            if (fork := fork_of(measured.forks, call, row)) is not None:
-                kind = "near-tie" if fork.near_tie else "FAULT"
-                tables.append(
-                    f"{kind}: {call.drafter.label}, {call.task} {c.question_id}, turn {call.turn + 1}, new token "
-                    f"{fork.position + 1}: {fork.token} instead of {fork.plain_token}; logits apart by "
-                    f"{fork.gap if fork.gap is None else format(fork.gap, '.2g')}, at most {fork.limit:.2g} is a near-tie"
-                )
+        for place, c in enumerate(call.rows):
+            if (fork := fork_of(measured.forks, call, place)) is not None:
+                tables.append(f"{call.drafter.label}, {call.task} {c.question_id}, turn {call.turn + 1}: {fork}")
     return tables
 
 
@@ -309,11 +306,17 @@ def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict
 
 def print_traces(target: Target, calls: Sequence[Call]) -> None:
     """Every round as a line of text."""
+    tokenizer = target.tokenizer
+    assert tokenizer is not None  # `check_prompts`
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     for call in calls:
         for row, c in enumerate(call.rows):
             print(f"\n{call.task} {c.question_id}, turn {call.turn + 1}, {call.drafter.label}")
             rounds = (call.generation.trace or [])[row]
-            for line in rounds_as_text(rounds, lambda ids: target.tokenizer.decode(ids, skip_special_tokens=False)):
+            for line in rounds_as_text(rounds, decode):
                 print(line)
     print()
 

@@ -252,13 +252,14 @@ def _path_logprobs(logits: Float[Array, "B T V"], path: Path) -> Float[Array, "B
 def commit(state: DecodeState, draft: Draft, seen: Verified, path: Path) -> tuple[DecodeState, Round]:
     """Cut the path at the first stop, write tokens and cache, count. Rows that had ended commit nothing."""
     spots = jnp.arange(path.tokens.shape[1])
-    offered = spots <= path.accepted[:, None]
-    broken = state.running & seen.broken
+    offers = path.accepted + jnp.where(seen.broken, 0, 1)  # where the target's law is broken there is no bonus token
+    offered = spots < offers[:, None]
     by_eos, by_string, automaton = state.stops.scan(state.stop_state, path.tokens)
     stopping = (by_eos | by_string) & offered
     first = jnp.where(stopping, spots, path.tokens.shape[1]).min(-1)
-    stopped = first <= path.accepted
-    count = jnp.where(state.running & ~broken, jnp.where(stopped, first + 1, path.accepted + 1), 0)
+    stopped = first < offers
+    broken = state.running & seen.broken & ~stopped  # behind a stop it would not have been asked
+    count = jnp.where(state.running, jnp.where(stopped, first + 1, offers), 0)
     cut = count < path.accepted + 1
 
     last = jnp.maximum(count - 1, 0)[:, None]

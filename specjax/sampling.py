@@ -156,14 +156,15 @@ def distribution(logits: Float[Array, "B V"], rules: Rules, text: Text | None = 
 
 
 def argmax(values: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """First index of the largest value; V, which is no token, where there is none (a NaN, or nothing but -inf).
+    """First index of the largest value; V, which is no token, where there is none (a NaN, an infinity, nothing but
+    -inf).
 
     Max, then the smallest index that reaches it: both vectorise, where XLA's own argmax is scalar on CPU.
     """
     size = values.shape[-1]
     largest = values.max(-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
-    return jnp.where((values == largest) & (largest > -jnp.inf), index, size).min(-1)
+    return jnp.where((values == largest) & jnp.isfinite(largest), index, size).min(-1)
 
 
 def categorical(weights: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "B"]:

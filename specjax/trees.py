@@ -5,6 +5,7 @@ other. The *block* the target sees is `[pending token, draft nodes, probe nodes]
 has block index `i + 1`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import jax
@@ -69,6 +70,61 @@ def chain(
         drawn = jnp.ones(tokens.shape, bool)
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return Draft(tokens, index - 1, index < num_valid[:, None], drawn, q)
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree whose shape does not depend on the text: each node says which child of its parent it is.
+
+    Attributes:
+        choices: per node, the ranks on the way down to it: (0,) is the best child of the pending token, (0, 2) the third
+            best of its children. Level by level, siblings by rank, so that `parents[i] < i`.
+        parents: index of each node's parent, -1 = the pending token.
+    """
+
+    choices: tuple[tuple[int, ...], ...]
+    parents: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.choices)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.choices[-1]) if self.choices else 0
+
+    @property
+    def is_chain(self) -> bool:
+        return self.max_depth == self.num_nodes
+
+    def level(self, depth: int) -> list[int]:
+        """The nodes at a depth (1 for children of the pending token)."""
+        return [i for i, choice in enumerate(self.choices) if len(choice) == depth]
+
+
+def static_tree(choices: Iterable[Iterable[int]]) -> StaticTree:
+    """The tree of these nodes, given in any order as tuples of ranks.
+
+    Raises:
+        InputError: a node without its parent, one given twice, or a rank below 0.
+    """
+    given = [tuple(int(rank) for rank in choice) for choice in choices]
+    ordered = tuple(sorted(given, key=lambda choice: (len(choice), choice)))
+    index = {choice: i for i, choice in enumerate(ordered)} | {(): -1}
+    for choice in given:
+        if not choice or min(choice) < 0:
+            raise InputError(f"static_tree: expected ranks of 0 or more, such as (0, 2), got {choice}")
+        if choice[:-1] not in index:
+            raise InputError(f"static_tree: node {choice} has no parent; add {choice[:-1]}")
+    if len(index) <= len(given):
+        twice = next(choice for choice in given if given.count(choice) > 1)
+        raise InputError(f"static_tree: node {twice} was given twice")
+    return StaticTree(ordered, tuple(index[choice[:-1]] for choice in ordered))
+
+
+def chain_tree(num_tokens: int) -> StaticTree:
+    """The chain of each node's best child."""
+    return static_tree((0,) * depth for depth in range(1, num_tokens + 1))
 
 
 def depths(parents: Int[Array, "B N"], valid: Bool[Array, "B N"]) -> Int[Array, "B N"]:
@@ -175,6 +231,25 @@ def order(
         None if drawn is None else take(drawn),
         None if q is None else take(q),
     )
+
+
+def best(
+    tokens: Int[Array, "B C"], parents: Int[Array, "B C"], scores: Float[Array, "B C"], num_nodes: int
+) -> Draft:
+    """The draft of each row's `num_nodes` best candidates, best first; -inf is no candidate.
+
+    `parents[i] < i`, and no score is above the parent's, so of two equal ones the parent is taken first and the chosen
+    nodes form a tree. All are deterministic: candidates chosen by score could not be drawn ones and stay lossless.
+    """
+    room = max(num_nodes - scores.shape[1], 0)
+    values, chosen = jax.lax.top_k(jnp.pad(scores, ((0, 0), (0, room)), constant_values=-jnp.inf), num_nodes)
+    valid = values > -jnp.inf
+    chosen = jnp.where(valid, chosen, 0)
+    above = jnp.take_along_axis(parents, chosen, axis=1)
+    same = (above[:, :, None] == chosen[:, None, :]) & valid[:, None, :]
+    places = jnp.where(same, jnp.arange(num_nodes, dtype=jnp.int32), 0).sum(-1, dtype=jnp.int32)
+    places = jnp.where(valid & (above >= 0), places, -1)
+    return Draft(jnp.take_along_axis(tokens, chosen, axis=1), places, valid)
 
 
 def ordering(

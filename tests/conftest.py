@@ -11,7 +11,7 @@ import pytest
 import specjax
 from specjax import testing
 
-NEW_TOKENS = 80
+NEW_TOKENS = 200
 # ragged, with repeats for prompt lookup, and a one-token prompt that leaves nothing to prefill
 PROMPTS = [[9], [5, 6, 5], [1, 2, 3, 4, 1, 2, 3, 4, 1], [7, 8, 7, 8, 9, 10, 11, 12, 7, 8, 7, 8, 9, 10, 11, 12, 7]]
 
@@ -69,16 +69,17 @@ def tiny_text(tiny: specjax.Target, decode: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def scores() -> Callable[..., np.ndarray]:
-    """`scores(model, texts)`: logits `[R, S, V]` of texts from one forward pass without a cache."""
+    """`scores(model, texts)`: logits `[R, 256, V]` of texts from one forward pass without a cache."""
     forward = jax.jit(lambda model, *args: model.logits(model(*args).hidden))
 
-    def run(model: Any, texts: Sequence[Sequence[int]], size: int = 128) -> np.ndarray:
-        tokens = np.zeros((len(texts), size), np.int32)
-        for row, text in zip(tokens, texts, strict=True):
+    def run(model: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        rows = next(n for n in (1, 4, 32, 256, 2048) if n >= len(texts))  # few shapes, few compilations
+        tokens = np.zeros((rows, 256), np.int32)
+        for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text
-        positions = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
-        mask = np.broadcast_to(np.tril(np.ones((size, size), bool)), (len(texts), size, size))
-        return np.asarray(forward(model, tokens, positions, mask))
+        positions = np.broadcast_to(np.arange(256, dtype=np.int32), tokens.shape)
+        mask = np.broadcast_to(np.tril(np.ones((256, 256), bool)), (rows, 256, 256))
+        return np.asarray(forward(model, tokens, positions, mask))[: len(texts)]
 
     return run
 

@@ -7,10 +7,12 @@ import pytest
 
 import specjax
 from specjax import testing
-from specjax.testing import Adversarial, Idle, Oracle, Replaced, Replay, TableTree
+from specjax.testing import Adversarial, Oracle, Replaced, Replay, TableTree
 
+LOOKUP = specjax.PromptLookup(8, max_ngram=3, min_ngram=1, block_sizes=(5, 9))
+NEW = 200
 TABLE_DRAFTERS = {
-    "lookup": specjax.PromptLookup(8, max_ngram=3, min_ngram=1),
+    "lookup": LOOKUP,
     "draft-model": specjax.DraftModel(testing.TableModel.random(64, seed=4), 4),
     "oracle": Oracle(4),
     "adversarial": Adversarial(8),
@@ -26,9 +28,14 @@ def test_table_model(name: str, table: Any, table_text: Any, decode: Any) -> Non
     out = decode(table, TABLE_DRAFTERS[name])
     assert out.token_ids == table_text
     check_trace(out)
+    if name == "oracle":  # k accepted and the bonus token make k + 1, in every round
+        assert out.stats.target_calls == 4 * NEW / 5
+        assert out.stats.acceptance_rate == 1.0
+    if name == "adversarial":
+        assert (out.stats.accepted, out.stats.alpha, out.stats.tokens_per_call) == (0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 16])
+@pytest.mark.parametrize("k", [1, 16])
 def test_lookup_of_every_length(k: int, table: Any, table_text: Any, decode: Any) -> None:
     out = decode(table, specjax.PromptLookup(k, min_ngram=1))
     assert out.token_ids == table_text
@@ -53,7 +60,7 @@ def test_replay_of_every_length_and_accept_count(table: Any, table_text: Any, de
 
 @pytest.mark.parametrize(
     "drafter",
-    [None, Replay.of([[0] * 80], 16), specjax.PromptLookup(8, max_ngram=3, min_ngram=1)],
+    [None, Replay.of([[0] * NEW], 16), LOOKUP],
     ids=["plain", "replay", "lookup"],
 )
 def test_batch_of_one(drafter: Any, table: Any, table_text: Any, prompts: Any, decode: Any) -> None:
@@ -80,16 +87,15 @@ def test_rows_that_end_early_leave_the_others_alone(table: Any, table_text: Any,
 def transformer_drafters(tiny: specjax.Target, cousin: specjax.Target, text: list[list[int]]) -> dict[str, Any]:
     wrong = [[t if i % 7 else (t + 1) % 64 for i, t in enumerate(row)] for row in text]
     return {
-        "lookup": specjax.PromptLookup(8, max_ngram=3, min_ngram=1),
+        "lookup": LOOKUP,
         "replay": Replay.of(wrong, 16),
         "self": specjax.DraftModel(tiny, 3),
         "cousin": specjax.DraftModel(cousin, 4),
         "second sibling": Oracle(3, decoys=1),
-        "idle": Idle(specjax.DraftModel(tiny, 3), every=4),
     }
 
 
-@pytest.mark.parametrize("name", ["lookup", "replay", "self", "cousin", "second sibling", "idle"])
+@pytest.mark.parametrize("name", ["lookup", "replay", "self", "cousin", "second sibling"])
 def test_transformer(name: str, tiny: Any, cousin: Any, tiny_text: Any, decode: Any, scores: Any) -> None:
     out = decode(tiny, transformer_drafters(tiny, cousin, tiny_text)[name])
     assert out.token_ids == tiny_text
@@ -101,8 +107,6 @@ def test_transformer(name: str, tiny: Any, cousin: Any, tiny_text: Any, decode: 
                 assert len(round.accepted) == 3
             if name == "second sibling":  # the accepted path lies scattered in the block
                 assert round.accepted == [1, 3, 5]
-            if name == "idle":
-                assert len(round.accepted) == len(round.proposed)
     if name == "cousin":  # otherwise this tests little
         assert {len(r.accepted) for row in out.trace for r in row} == {0, 1, 2, 3, 4}
 
@@ -120,29 +124,17 @@ def test_families(family: str, decode: Any) -> None:
     assert len({t for row in plain.token_ids for t in row}) > 15  # a text, not a loop
 
 
-def test_two_hundred_tokens(tiny: Any, prompts: Any) -> None:
-    """Exact in float32 far into the text, also where drafts were rejected all the way."""
-    plain = specjax.generate(tiny, prompts, max_new_tokens=200)
-    script = [[t if i % 3 else (t + 1) % 64 for i, t in enumerate(row)] for row in plain.token_ids]
-    out = specjax.generate(tiny, prompts, drafter=Replay.of(script, 5), max_new_tokens=200)
-    assert out.token_ids == plain.token_ids
-    assert 0 < out.stats.rejected < out.stats.accepted
-
-
 def test_bfloat16_forks_only_at_near_ties(prompts: Any, decode: Any, scores: Any) -> None:
     """Blocks of different size round differently; every token is still within rounding of the best one."""
     target = testing.tiny_target(testing.tiny_model(dtype="bfloat16"))
     assert target.dtype == "bfloat16"
-    for drafter in (None, specjax.PromptLookup(8, max_ngram=3, min_ngram=1)):
+    for drafter in (None, LOOKUP):
         out = decode(target, drafter)
         logits = scores(target.model, [p + t for p, t in zip(prompts, out.token_ids, strict=True)])
         for row, prompt, ids in zip(logits, prompts, out.token_ids, strict=True):
             at = np.arange(len(prompt) - 1, len(prompt) + len(ids) - 1)
             gap = row[at].max(-1) - row[at, ids]
             assert gap.max() < 0.02 * np.abs(row).max()
-
-
-NEW = 80
 
 
 def check_trace(out: specjax.Generation) -> None:

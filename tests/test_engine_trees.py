@@ -31,7 +31,7 @@ def test_each_node_sees_its_own_path(family: str, scores: Any) -> None:
     draft = order(jnp.asarray(mixed), jnp.asarray(rows), jnp.ones((2, 5), bool))
     length = jnp.array([len(t) for t in text])
     padded = jnp.array([row + [0] * (12 - len(row)) for row in text])
-    cache, _ = jax.jit(prefill, static_argnums=(2, 3))(model, padded, 11, 32)
+    cache, _ = fill(model, padded, 11, 32)
     pending = jnp.take_along_axis(padded, length[:, None] - 1, axis=1)[:, 0]
     seen = np.asarray(jax.jit(verify)(model, cache, pending, length, draft).logits)
     paths = {10: [10], 20: [20], 11: [10, 11], 12: [10, 12], 21: [20, 21]}
@@ -45,7 +45,7 @@ def test_each_node_sees_its_own_path(family: str, scores: Any) -> None:
 def test_fillers_change_nothing(tiny: Any) -> None:
     """Neither their tokens nor their number: a node's logits are those of a draft without them."""
     text = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-    cache, _ = jax.jit(prefill, static_argnums=(2, 3))(tiny.model, text, 7, 32)
+    cache, _ = fill(tiny.model, text, 7, 32)
     call = jax.jit(lambda draft: verify(tiny.model, cache, text[:, -1], jnp.array([8]), draft).logits)
     draft = Draft(jnp.array([[10, 11, 50, 60]]), jnp.array([[-1, 0, 1, 0]]), jnp.array([[True, True, False, False]]))
     bare = call(Draft(draft.tokens[:, :2], draft.parents[:, :2], draft.valid[:, :2]))
@@ -61,29 +61,36 @@ def test_only_the_last_sibling_is_right(decoys: int, table: Any, table_text: Any
             assert round.accepted == [(i + 1) * (decoys + 1) - 1 for i in range(4)]
 
 
-@pytest.mark.parametrize("drafter", [Oracle(3, decoys=1), Replay.of([[9] * 60] * 2, 5)], ids=["tree", "all rejected"])
-def test_the_cache_holds_the_committed_text(drafter: Any, tiny: Any) -> None:
-    """After every few rounds, whatever was accepted, the cache is what a fresh prefill of the text gives."""
-    job = specjax.prepare(tiny, [[1, 2, 3], [5] * 9], drafter=drafter, max_new_tokens=60)
-    state, size = job.prefill(), job.arguments["tokens"].shape[1]
-    fill = jax.jit(prefill, static_argnums=(2, 3))
-    for round in range(8):
+def check_cache(target: Any, state: specjax.DecodeState) -> None:
+    """The cache is what a fresh prefill of the committed text gives."""
+    fresh, _ = fill(target.model, state.tokens, 64, state.tokens.shape[1])
+    for row, length in enumerate(np.asarray(state.length)):
+        for found, expected in zip(jax.tree.leaves(state.cache), jax.tree.leaves(fresh), strict=True):
+            np.testing.assert_allclose(found[row, :, : length - 1], expected[row, :, : length - 1], atol=1e-5)
+
+
+fill = jax.jit(prefill, static_argnums=(2, 3))
+
+
+def test_the_cache_holds_the_accepted_path(tiny: Any, prompts: Any) -> None:
+    """Nodes accepted from all over the block lie in the cache as if they had been read one after the other."""
+    job = specjax.prepare(tiny, prompts, drafter=Oracle(3, decoys=1), max_new_tokens=60)
+    state = job.prefill()
+    for _ in range(6):
         state, info = job.step(state)
-        fresh, _ = fill(tiny.model, state.tokens, 100, size)
-        for row, length in enumerate(np.asarray(state.length)):
-            for found, expected in zip(jax.tree.leaves(state.cache), jax.tree.leaves(fresh), strict=True):
-                np.testing.assert_allclose(found[row, :, : length - 1], expected[row, :, : length - 1], atol=1e-5)
+        assert info.path.nodes.tolist() == [[0, 2, 4, 6]] * 4
+        check_cache(tiny, state)
 
 
 def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, prompts: Any) -> None:
     """Fifty rounds and more with mixed accept counts: the cache's slots hold positions 0, 1, 2, … and the text's tokens."""
     random = np.random.default_rng(1)
-    script = np.where(random.random((4, 80)) < 0.5, table_text, -1)
-    job = specjax.prepare(table, prompts, drafter=Replay.of(script.tolist(), 16), max_new_tokens=80)
+    script = np.where(random.random((4, 200)) < 0.5, table_text, -1)
+    job = specjax.prepare(table, prompts, drafter=Replay.of(script.tolist(), 16), max_new_tokens=200, logprobs=True, trace=True)
     state = job.run(job.prefill())
     assert int(state.round) >= 40
     for row, length in enumerate(np.asarray(state.length)):
-        assert length == len(prompts[row]) + 80
+        assert length == len(prompts[row]) + 200
         keys = np.asarray(state.cache.keys[0])[row, 0, : length - 1]
         np.testing.assert_array_equal(keys[:, 1], np.arange(length - 1))
         np.testing.assert_array_equal(keys[:, 0], np.asarray(state.tokens)[row, : length - 1])
@@ -91,11 +98,11 @@ def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, pro
 
 def test_probes_see_what_their_mask_says(tiny: Any, tiny_text: Any, prompts: Any, scores: Any) -> None:
     """The logits that come back at probes are those of a forward pass over what they see; nothing of them is committed
-    or counted, and the text does not change."""
+    or counted, and the text does not change. The drafts go wrong anywhere, and the cache stays right."""
     wrong = [[t if i % 3 else (t + 1) % 64 for i, t in enumerate(row)] for row in tiny_text]
     script = [[-1 if i % 5 == 2 else t for i, t in enumerate(row)] for row in wrong]
     drafter = Prober(Replay.of(script, 3))
-    job = specjax.prepare(tiny, prompts, drafter=drafter, max_new_tokens=80)
+    job = specjax.prepare(tiny, prompts, drafter=drafter, max_new_tokens=60)
     state, checked = job.prefill(), 0
     a, b, c = drafter.tokens
     for _ in range(12):
@@ -109,6 +116,7 @@ def test_probes_see_what_their_mask_says(tiny: Any, tiny_text: Any, prompts: Any
                 expected = logits[row, len(texts[row]) - 1]
                 np.testing.assert_allclose(np.asarray(state.memory["logits"])[row, probe], expected, atol=1e-4)
                 checked += probe == 2
+        check_cache(tiny, state)
     assert checked > 10
     assert not valid.all()
     for row, length in enumerate(np.asarray(state.length)):

@@ -142,20 +142,22 @@ def test_an_argmax_draft_is_deterministic():
     assert same(wrong, [4 / 9, 5 / 9])
 
 
-def test_q_is_the_processed_law():
+def test_p_and_q_are_processed_and_filtered_tokens_never_appear():
+    """A third of the rows each with top-k, top-p and min-p, which all leave the first two of three tokens."""
     p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
-    processed = [0.0, 0.375, 0.625]
-    assert same(first_token(p, drawn_chain(processed), top_k=2), [0.625, 0.375, 0])
-    wrong = first_token(p, drawn_chain(processed, said=q), top_k=2)
+    kind = np.arange(ROWS) % 3
+    settings = {
+        "top_k": np.where(kind == 0, 2, 0),
+        "top_p": np.where(kind == 1, 0.75, 1.0),
+        "min_p": np.where(kind == 2, 0.5, 0.0),
+    }
+    for drawn_from in (q, [0.0, 0.375, 0.625]):  # any law will do, if it is the one the token was drawn from
+        law = first_token(p, drawn_chain(drawn_from), **settings)
+        assert law[2] == 0
+        assert same(law, [0.625, 0.375, 0])
+    wrong = first_token(p, drawn_chain([0.0, 0.375, 0.625], said=q), **settings)
     assert not same(wrong, [0.625, 0.375, 0])
     assert same(wrong, [0.53125, 0.46875, 0])
-
-
-@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.75}, {"min_p": 0.5}])
-def test_filtered_tokens_never_appear(settings):
-    law = first_token([0.5, 0.3, 0.2], drawn_chain([0.2, 0.3, 0.5]), **settings)
-    assert law[2] == 0
-    assert same(law, [0.625, 0.375, 0])
 
 
 def test_temperature_applies_to_both_sides():

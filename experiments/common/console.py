@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -13,7 +14,7 @@ from specjax import SpecjaxError
 
 
 def run_command_line(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and exit with what it returns; with 2 and one line on stderr where the input is at fault."""
+    """Run a script's `main` and exit with what it returns; with 2 and a line on stderr where the input is at fault."""
     try:
         code = main() or 0
     except SpecjaxError as error:
@@ -40,9 +41,9 @@ def progress_bar() -> Progress:
 
 def make_table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str] | None]) -> Table:
     """A table whose first columns are text and whose others are numbers; a row that is None draws a line."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in left:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, no_wrap=True)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -64,6 +65,10 @@ def show(*parts: object) -> None:
 
 def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
+
+
+def small(value: float | None) -> str:
+    return "<0.001" if value is not None and value < 1e-3 else number(value, 3)
 
 
 def percent(value: float | None, digits: int = 0) -> str:

@@ -1,6 +1,6 @@
 """Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `draft-model:PATH,k=4`.
 
-A name, then after a colon its settings, separated by commas; what has no `=` is the path. One entry of `KINDS` a drafter.
+A name, then after a colon its settings, separated by commas; what has no `=` is the path. `KINDS` has one entry each.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,8 @@ class Kind:
 
 
 def _draft_model(path: str, dtype: str, **settings: Any) -> Drafter:
-    return specjax.DraftModel(specjax.load(path, dtype=dtype), **settings)
+    draft: Any = specjax.load(path, dtype=dtype)
+    return specjax.DraftModel(draft, **settings)
 
 
 KINDS = {

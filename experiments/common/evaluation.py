@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import specjax
 from common.drafters import PLAIN, Named
-from common.prompts import Conversation
+from common.prompts import Conversation, messages, prompt_ids
 from common.timing import without_compiling
 from specjax import Generation, InputError, Sampling, Target
 
@@ -72,14 +72,13 @@ def make_units(conversations: Sequence[Conversation], batch_size: int) -> list[U
 
 def check_prompts(target: Target, conversations: Sequence[Conversation]) -> None:
     """Raise InputError for a first turn that the target's context cannot hold."""
-    if target.tokenizer is None:
-        raise InputError(f"{target.name}: this target has no tokenizer, and prompts are text")
+    context = target.model.max_positions
     for c in conversations:
-        size = len(target.tokenizer.encode_chat(messages(c, [])))
-        if size >= target.model.max_positions:
+        size = len(prompt_ids(target, c))
+        if size >= context:
             raise InputError(
-                f"prompt {c.question_id} of {c.task} has {size} tokens, but the context of {target.model.max_positions} "
-                "must hold the prompt and at least one new token; leave it out or shorten it"
+                f"prompt {c.question_id} of {c.task} has {size} tokens, but the context of {context} must hold the "
+                "prompt and at least one new token; leave it out or shorten it"
             )
 
 
@@ -113,17 +112,13 @@ def evaluate(
             for c, text in zip(rows, plain.generation.texts, strict=False):
                 answers[c.index].append(text)
             turn += 1
-            rows = tuple(c for c in rows if turn < len(c.turns) and _has_room(target, messages(c, answers[c.index])))
+            rows = tuple(
+                c
+                for c in rows
+                if turn < len(c.turns) and len(prompt_ids(target, c, answers[c.index])) < target.model.max_positions
+            )
         done(calls[first:])
     return calls, warming
-
-
-def messages(conversation: Conversation, answers: Sequence[str]) -> list[dict[str, str]]:
-    """The chat up to the turn after the last answer."""
-    chat = []
-    for user, answer in zip(conversation.turns, answers, strict=False):
-        chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-    return [*chat, {"role": "user", "content": conversation.turns[len(answers)]}]
 
 
 def _decode_turn(
@@ -171,7 +166,3 @@ def _decode_turn(
         for d in drafters
     ]
     return calls, warming
-
-
-def _has_room(target: Target, chat: list[dict[str, str]]) -> bool:
-    return len(target.tokenizer.encode_chat(chat)) < target.model.max_positions

@@ -1,4 +1,4 @@
-"""Is a greedy text the one that plain decoding gives? Where not, is it a near-tie of two logits, or a fault?"""
+"""Whether a greedy text is the one that plain decoding gives; and where not, whether by a near-tie or by a fault."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from specjax import Sampling, Target
 from specjax.models.interface import TargetModel
 from specjax.sampling import Rules, Text, process
 
-# A block of another size rounds differently. In float32 two logits this close may trade places; in the short formats the
-# noise grows with the logits, so there the limit is so many units in the last place of the largest one.
+# A block of another size rounds differently. In float32 two logits this close may trade places; in the short formats
+# the noise grows with the logits, so there the limit is so many units in the last place of the largest one.
 FLOAT32_LIMIT = 1e-4
 SHORT_LIMIT_ULP = 8
 PAD = 128  # texts are padded to whole multiples, so that few programs are compiled
@@ -41,6 +41,14 @@ class Fork:
     @property
     def near_tie(self) -> bool:
         return self.gap is not None and max(self.gap, self.worst_gap) <= self.limit
+
+    def __str__(self) -> str:
+        gap = "one text ends here" if self.gap is None else f"logits {self.gap:.2g} apart"
+        return (
+            f"{'near-tie' if self.near_tie else 'FAULT'} at new token {self.position + 1}: {self.token} instead of "
+            f"{self.plain_token}, {gap}; no token of the text is more than {self.worst_gap:.2g} below the best "
+            f"(near-tie: up to {self.limit:.2g})"
+        )
 
 
 def examine(
@@ -75,8 +83,10 @@ def near_tie_limit(dtype: str, largest_logit: float) -> float:
 def gaps(
     target: Target, sampling: Sampling, prompt: Sequence[int], tokens: Sequence[int]
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """How far each token's logit lies below the best one there, the target reading the whole text in one pass without a
-    cache; and the largest logit in size."""
+    """How far each token's logit lies below the best one there, and the largest logit in size.
+
+    The target reads the whole text in one pass, without a cache.
+    """
     size = -(-(len(prompt) + len(tokens)) // PAD) * PAD
     text = np.zeros(size, np.int32)
     text[: len(prompt) + len(tokens)] = [*prompt, *tokens]

@@ -1,4 +1,4 @@
-"""Prompts: JSON lines in the form of MT-bench and Spec-Bench, `{"question_id": 1, "category": "code", "turns": ["…"]}`."""
+"""Prompts: JSON lines in the form of MT-bench and Spec-Bench, with `question_id`, `category` and `turns`."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specjax import InputError
+from specjax import InputError, Target
 
 OUR_PROMPTS = Path(__file__).resolve().parent.parent / "prompts.jsonl"
 FORM = '{"question_id": 1, "category": "code", "turns": ["first user message", …]}'
@@ -49,7 +49,8 @@ def read_prompts(path: Path | None = None, tasks: Sequence[str] = (), limit: int
     if not rows:
         raise InputError(f"{path}: no prompts in it; expected lines like {FORM}")
     everything = [
-        Conversation(i, row["category"] or path.stem, row["question_id"], tuple(row["turns"])) for i, row in enumerate(rows)
+        Conversation(i, row["category"] or path.stem, row["question_id"], tuple(row["turns"]))
+        for i, row in enumerate(rows)
     ]
     names = list(dict.fromkeys(c.task for c in everything))
     for task in tasks:
@@ -62,6 +63,21 @@ def read_prompts(path: Path | None = None, tasks: Sequence[str] = (), limit: int
     return kept
 
 
+def messages(conversation: Conversation, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The chat up to the turn after the last answer."""
+    chat = []
+    for user, answer in zip(conversation.turns, answers, strict=False):
+        chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return [*chat, {"role": "user", "content": conversation.turns[len(answers)]}]
+
+
+def prompt_ids(target: Target, conversation: Conversation, answers: Sequence[str] = ()) -> list[int]:
+    """The chat as token ids, through the target's template. Raises InputError for a target without a tokenizer."""
+    if target.tokenizer is None:
+        raise InputError(f"{target.name}: this target has no tokenizer, and prompts are text")
+    return target.tokenizer.encode_chat(messages(conversation, answers))
+
+
 def _read_row(where: str, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
@@ -71,7 +87,8 @@ def _read_row(where: str, line: str) -> dict[str, Any]:
         raise InputError(f"{where}: expected an object like {FORM}, got {type(row).__name__}")
     for field, kinds in (("question_id", (int, str)), ("category", (str,)), ("turns", (list,))):
         if not isinstance(row.get(field), kinds):
-            raise InputError(f"{where}: {field} is {'missing' if field not in row else repr(row[field])}; expected {FORM}")
+            given = repr(row[field]) if field in row else "missing"
+            raise InputError(f"{where}: {field} is {given}; expected {FORM}")
     if not row["turns"] or not all(isinstance(turn, str) and turn for turn in row["turns"]):
         raise InputError(f"{where}: turns must be a list of one or more non-empty strings")
     return row

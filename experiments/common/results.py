@@ -33,7 +33,7 @@ def provenance(target: Target, **more: Any) -> dict[str, Any]:
         "cpu_count": cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "dtype": target.dtype,
-        "matmul_precision": str(jax.config.jax_default_matmul_precision or "default"),
+        "matmul_precision": str(getattr(jax.config, "jax_default_matmul_precision", None) or "default"),
         "target": target.name,
         "target_revision": target.revision,
         "target_sha256": target.weights_hash,
@@ -62,7 +62,9 @@ def write_json(path: Path, content: Any) -> None:
     name = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as f:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as f:
             name = f.name
             json.dump(content, f, indent=1, ensure_ascii=False, allow_nan=False)
             f.write("\n")

@@ -16,9 +16,9 @@ from specjax.metrics import ratio
 DEFINITIONS = {
     **{name: COUNTED[name] for name in ("tokens_per_call", "acceptance_rate", "alpha")},
     "acceptance_by_position": f"marginal: {COUNTED['marginal']}; conditional: {COUNTED['conditional']}",
-    "draft_cost": "c: the time of one propose, alone in a compiled loop, divided by num_draft_tokens, over the time of one "
-    "plain decoding step of this run",
-    "new_tokens, target_calls": "of all rows of a batch; a task's last, smaller batch is filled up by repeating its prompts",
+    "draft_cost": "c: the time of one propose, alone in a compiled loop, divided by num_draft_tokens, over the time of "
+    "one plain decoding step of this run",
+    "new_tokens, target_calls": "of all rows; a task's last, smaller batch is filled up by repeating its prompts",
     "prefill_seconds, seconds": "of the prefill, and of the decoding loop without it; over all prompts, the median of "
     "each one's repetitions",
     "tokens_per_second": "new_tokens / seconds",
@@ -43,9 +43,7 @@ def summarize(
     for call in calls:
         groups.setdefault(call.drafter.label, []).append(call)
     plain = next(group for group in groups.values() if group[0].drafter.kind == PLAIN)
-    return [
-        _row(group, plain, task, forks, draft_costs[label], law, temperature) for label, group in groups.items()
-    ]
+    return [_row(group, plain, task, forks, draft_costs[label], law, temperature) for label, group in groups.items()]
 
 
 def _row(
@@ -112,8 +110,10 @@ def speedup(calls: Sequence[Call], plain: Sequence[Call]) -> float:
 
 
 def speedup_interval(calls: Sequence[Call], plain: Sequence[Call], seed: int = 0) -> list[float] | None:
-    """95% interval of the ratio of two rates: units are drawn again with all their turns, and inside each its repetitions,
-    the same ones for both drafters. None where there is nothing to draw from."""
+    """95% interval of the ratio of two rates, by bootstrap; None where there is nothing to draw from.
+
+    Units are drawn again with all their turns, and in each turn its repetitions, the same ones for both drafters.
+    """
     units: dict[int, list[tuple[Call, Call]]] = {}
     for a, b in zip(calls, plain, strict=True):
         units.setdefault(a.unit, []).append((a, b))

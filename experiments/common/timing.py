@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 _compiled = [0.0]
 
 
-def _listen(event: str, seconds: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event.endswith("backend_compile_duration"):
-        _compiled[0] += seconds
+        _compiled[0] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -49,7 +49,7 @@ def per_step(loop: Callable[[int], Any], steps: int) -> float:
 def in_turns(
     measures: Mapping[str, Callable[[], float]], repetitions: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, list[float]]:
-    """What each of `measures` says, all asked in turn `repetitions` times, after each has been asked once to warm up."""
+    """What each of `measures` says, all asked in turn `repetitions` times, after once each to warm up."""
     for measure in measures.values():
         measure()
         done()

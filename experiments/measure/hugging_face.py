@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.results import cpu_count
+
 from specjax import Target
 
 INSTALL = 'pip install -e ".[compare]"'
@@ -46,7 +47,9 @@ class HuggingFace:
         self._model.eval()
         self.version = torch.__version__
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, prompt_lookup: int | None) -> tuple[list[int], float]:
+    def generate(
+        self, prompt: Sequence[int], max_new_tokens: int, prompt_lookup: int | None
+    ) -> tuple[list[int], float]:
         """New tokens, greedy, and the seconds they took, prefill included."""
         ids = self._torch.tensor([list(prompt)])
         more = {} if prompt_lookup is None else {"prompt_lookup_num_tokens": prompt_lookup}

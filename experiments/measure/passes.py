@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.timing import per_step, seconds_of
 from flax import nnx
 from jaxtyping import Array, Int
 
-from common.timing import per_step, seconds_of
 from measure.programs import bytes_of
 from specjax.cache import KVCache
 from specjax.models.config import ModelConfig
@@ -66,8 +66,11 @@ class Bandwidth:
 
 
 def bytes_read(model: Any, config: ModelConfig | None, cache: KVCache) -> int:
-    """Bytes a decode step has to read: every weight but the embedding rows of other tokens and the experts that were not
-    chosen, and all of the cache (masked attention reads all its slots)."""
+    """Bytes a decode step has to read.
+
+    Every weight, but for the embedding rows of other tokens and the experts that were not chosen; and all of the cache
+    (masked attention reads all its slots).
+    """
     total = bytes_of(nnx.state(model, nnx.Param)) + bytes_of(cache)
     if config is None:
         return total
@@ -79,4 +82,3 @@ def bytes_read(model: Any, config: ModelConfig | None, cache: KVCache) -> int:
         experts = [layer for layer, moe in zip(model.layers, config.moe.layers, strict=True) if moe]
         total -= int(idle * sum(e.experts_gate_up[...].nbytes + e.experts_down[...].nbytes for e in experts))
     return total
-

@@ -45,15 +45,15 @@ def compile_loop(model: TargetModel, drafter: Drafter, prompts: Sequence[Sequenc
         compile_seconds=seconds,
         temporary_bytes=None if memory is None else int(memory.temp_size_in_bytes),
         cache_bytes=sum(x.size * x.dtype.itemsize for x in leaves),
-        cache_copies=count_copies(compiled.as_text(), min(x.size for x in leaves)),
+        cache_copies=count_copies(compiled.as_text() or "", min(x.size for x in leaves)),
     )
 
 
 def count_copies(hlo: str, elements: int) -> int:
     """Instructions of an optimised program that copy or transpose an array of at least so many elements inside a loop.
 
-    The entry computation is left out (what it copies, it copies once), and so are the insides of fusions: a fusion counts
-    where it is called, if its root copies.
+    The entry computation is left out (what it copies, it copies once), and so are the insides of fusions: a fusion
+    counts where it is called, if its root copies.
     """
     computations = dict(_computations(hlo))
     copying = {
@@ -79,10 +79,13 @@ def count_copies(hlo: str, elements: int) -> int:
 
 def _computations(hlo: str) -> Iterator[tuple[str, tuple[bool, list[str]]]]:
     """Name, whether it is the entry, and lines of each computation of an HLO text."""
-    name, entry, lines = None, False, []
+    name: str | None = None
+    entry = False
+    lines: list[str] = []
     for line in hlo.splitlines():
-        if (head := re.match(r"(ENTRY )?%?([\w.\-]+) (\(.*)?\{\s*$|(ENTRY )?%?([\w.\-]+) \{\s*$", line)) and "=" not in line.split("(")[0]:
-            name, entry, lines = head.group(2) or head.group(5), line.startswith("ENTRY"), []
+        # a computation begins at the left margin: "%name (parameters) -> result {"
+        if (head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)) and not line.startswith("HloModule"):
+            name, entry, lines = head.group(2), head.group(1) is not None, []
         elif line.startswith("}") and name is not None:
             yield name, (entry, lines)
             name = None

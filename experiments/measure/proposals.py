@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.timing import per_step
 from jaxtyping import Array, Int
 
-from common.timing import per_step
 from specjax import DecodeState, Drafter, decode
 from specjax.models.interface import TargetModel
 

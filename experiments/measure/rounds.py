@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from common.timing import per_step
 from jaxtyping import Array, Bool, Int
 
-from common.timing import per_step
 from specjax import Context, DecodeState, Draft, Drafter, PromptLookup, decode
 from specjax.laws import Law
 from specjax.models.interface import TargetModel
@@ -96,4 +96,3 @@ class FullBlock:
 
     def update(self, memory: Any, round: Round, context: Context) -> Any:
         return self.lookup.update(memory, round, context)
-

@@ -61,9 +61,7 @@ def random_target(name: str, dtype: str) -> Target:
         "rms_norm_eps": 1e-6,
     }
     keys = iter(jax.random.split(jax.random.key(0), 64 * s.layers))
-    draw = jax.jit(
-        lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(jnp.dtype(dtype)), static_argnums=1
-    )
+    draw = jax.jit(lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(jnp.dtype(dtype)), static_argnums=1)
 
     def make(path: str, shape: tuple[int, ...], axes: Any) -> Array:
         return jnp.ones(shape, jnp.dtype(dtype)) if path.endswith("norm") else draw(next(keys), shape)

@@ -49,6 +49,8 @@ def prefill_program(
     )
 
 
-def start_state(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any) -> DecodeState:
+def start_state(
+    model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, **more: Any
+) -> DecodeState:
     """The state before the first round; see `prefill_program`."""
     return prefill_program(model, drafter, prompts, new_tokens, **more)()

@@ -111,9 +111,18 @@ class Decoder(nnx.Module):
 class Layer(nnx.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, make: Make):
+    def __init__(
+        self, config: ModelConfig, index: int, make: Make, input_width: int | None = None, input_norm: bool = True
+    ):
+        """Build with parameters from `make`.
+
+        Args:
+            input_width: width of what attention reads, where it is not the residual stream's.
+            input_norm: whether attention reads the residual stream behind a norm of the layer's own.
+        """
         c = self.config = config
         self.index = index
+        self.input_norm = input_norm
         group = c.num_heads // c.num_kv_heads
         moe = c.moe if c.moe is not None and c.moe.layers[index] else None
         self.moe = moe
@@ -121,10 +130,11 @@ class Layer(nnx.Module):
         def param(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
             return nnx.Param(make(f"layers.{index}.{name}", shape, axes))
 
-        self.attn_norm = param("attn_norm", (c.hidden_size,), ("model",))
+        if input_norm:
+            self.attn_norm = param("attn_norm", (c.hidden_size,), ("model",))
         # fused per key/value head, so that a mesh axis can split it
         heads = (c.num_kv_heads, group + 2, c.head_dim)
-        self.qkv = param("qkv", (c.hidden_size, *heads), ("model", "kv_heads", None, None))
+        self.qkv = param("qkv", (input_width or c.hidden_size, *heads), ("model", "kv_heads", None, None))
         if c.qkv_bias:
             self.qkv_bias = param("qkv_bias", heads, ("kv_heads", None, None))
         if c.qk_norm:
@@ -149,11 +159,25 @@ class Layer(nnx.Module):
             self.down = param("down", (c.intermediate_size, c.hidden_size), ("ffw", "model"))
 
     def __call__(
-        self, x: Float[Array, "B T M"], view: "View", cache: tuple[Array, Array] | None
+        self,
+        x: Float[Array, "B T M"],
+        view: "View",
+        cache: tuple[Array, Array] | None,
+        earlier: tuple[Array, Array] | None = None,
+        reads: Float[Array, "B T I"] | None = None,
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
-        """Return the residual stream after the layer, and the block's keys and values."""
+        """Return the residual stream after the layer, and the block's keys and values.
+
+        Args:
+            x: the residual stream.
+            earlier: keys and values `[B, K, E, D]` that are not in the cache; the block mask is then `[B, T, E + T]`,
+                these first. Only for layers without a window, which goes by the positions of the block alone.
+            reads: what attention reads instead of the residual stream.
+        """
         c = self.config
-        attended, key, value = self.attend(self.norm(x, self.attn_norm), view, cache)
+        if reads is None:
+            reads = self.norm(x, self.attn_norm) if self.input_norm else x
+        attended, key, value = self.attend(reads, view, cache, earlier)
         x = x + (self.norm(attended, self.post_attn_norm) if c.sandwich_norms else attended)
         fed = self.feed(self.norm(x, self.mlp_norm))
         x = x + (self.norm(fed, self.post_mlp_norm) if c.sandwich_norms else fed)
@@ -163,7 +187,11 @@ class Layer(nnx.Module):
         return F.rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)
 
     def attend(
-        self, x: Float[Array, "B T M"], view: "View", cache: tuple[Array, Array] | None
+        self,
+        x: Float[Array, "B T I"],
+        view: "View",
+        cache: tuple[Array, Array] | None,
+        earlier: tuple[Array, Array] | None = None,
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
         c = self.config
         qkv = project(x, self.qkv[...])
@@ -177,7 +205,10 @@ class Layer(nnx.Module):
             turned = F.rotate(qkv[:, :, :, :-1], tables)
         turned = turned.transpose(0, 2, 3, 1, 4)  # [B, K, G+1, T, D]
         q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, :, -1].transpose(0, 2, 1, 3)
-        mixed = F.attention(q, (k, v), block_mask, cache, cache_mask, c.attention_scale)
+        block = (k, v)
+        if earlier is not None:
+            block = (jnp.concatenate([earlier[0], k], axis=2), jnp.concatenate([earlier[1], v], axis=2))
+        mixed = F.attention(q, block, block_mask, cache, cache_mask, c.attention_scale)
         mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], -1)
         out = project(mixed, self.out[...].reshape(-1, c.hidden_size))
         return out + self.out_bias[...] if c.out_bias else out, k, v

@@ -92,15 +92,15 @@ def block_bias(positions: Int[Array, "B T"], mask: Bool[Array, "B T T"], window:
 
 def attention(
     q: Float[Array, "B K G T D"],
-    block: tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]],
-    block_mask: Float[Array, "B T T"],
+    block: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+    block_mask: Float[Array, "B T U"],
     cache: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]] | None,
     cache_mask: Float[Array, "B #T S"] | None,
     scale: float,
 ) -> Float[Array, "B K G T D"]:
     """Softmax attention over the cached prefix and the block's own keys and values, without joining the two arrays.
 
-    Masks are additive (0 or MASKED). Every query sees itself, so the sum is never empty. Softmax in float32.
+    The block may hold keys of earlier tokens besides those of the T queries. Masks are additive (0 or MASKED). Every query sees itself, so the sum is never empty. Softmax in float32.
     """
     keys, values = block
     batch, heads, group, tokens, width = q.shape

@@ -6,7 +6,7 @@ behaviour is known, and the test that a sampled text follows the target's law.
     assert result.passed, result
 """
 
-from specjax.testing.drafters import Adversarial, Idle, Oracle, Prober, Replaced, Replay, TableTree
+from specjax.testing.drafters import Adversarial, Idle, Oracle, Prober, Replaced, Replay, Stateless, TableTree
 from specjax.testing.exact import exact_law, reference_law
 from specjax.testing.law import LawResult, law_test
 from specjax.testing.models import FAMILIES, TableModel, tiny_config, tiny_model, tiny_target
@@ -21,6 +21,7 @@ __all__ = [
     "Prober",
     "Replaced",
     "Replay",
+    "Stateless",
     "TableModel",
     "TableTree",
     "TinyTokenizer",

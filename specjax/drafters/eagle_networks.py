@@ -1,0 +1,311 @@
+"""The networks of EAGLE-1 and EAGLE-3, and the one convention that training and decoding share.
+
+*The pair at position t* is the target's feature at position t with the token at position t + 1. The network's output
+there stands for the feature at position t + 1, and its logits are scores of the token at position t + 2. A text of n
+tokens has n - 1 pairs; the pair at t has rotary position t and, in the drafter's cache, slot t. `pair` makes the pairs
+of a text out of true features, whether a whole sequence or what one round committed; `feed` runs the network over them.
+When drafting further, the output at t takes the place of the feature at t + 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.cache import KVCache
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, checked_d2t
+from specjax.errors import InputError
+from specjax.models import layers as F
+from specjax.models.decoder import Layer, Make, View, project
+from specjax.models.interface import TargetModel
+from specjax.models.sharding import place
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pairs:
+    """Features with the token after each; see the module's text.
+
+    Attributes:
+        features: at `positions`, fused.
+        tokens: at `positions + 1`.
+        positions: rotary position and cache slot of each pair.
+    """
+
+    features: Float[Array, "B T M"]
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+
+
+def pair(features: Float[Array, "B T M"], tokens: Int[Array, "B U"], start: int | Int[Array, "B"] = 0) -> Pairs:
+    """The pairs of a text: the token at t + 1 joins the feature at t.
+
+    Args:
+        features: fused features of the positions `start`, `start + 1`, …
+        tokens: the text from the same position on. What has no partner (the first token, the last feature) is left out.
+    """
+    count = min(features.shape[1], tokens.shape[1] - 1)
+    positions = jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1)) + jnp.arange(count, dtype=jnp.int32)
+    positions = jnp.broadcast_to(positions, (features.shape[0], count))
+    return Pairs(features[:, :count], tokens[:, 1 : count + 1], positions)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fed:
+    """What the network makes of a block of pairs.
+
+    Attributes:
+        features: its output at t, which stands for the target's (fused) feature at t + 1.
+        block: the block's keys and values.
+    """
+
+    features: Float[Array, "B T M"]
+    block: KVCache
+
+
+def feed(
+    network: "EagleNetwork | Eagle3Network",
+    target: TargetModel,
+    pairs: Pairs,
+    cache: KVCache | None = None,
+    length: Int[Array, "B"] | None = None,
+) -> Fed:
+    """Run the network over pairs that follow each other, each seeing those before it: a whole text, or what comes after
+    the first `length` pairs in `cache`."""
+    tokens = pairs.tokens.shape[1]
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (pairs.tokens.shape[0], tokens, tokens))
+    return network(network.embeddings(pairs.tokens, target), pairs.features, pairs.positions, mask, cache, length)
+
+
+class _Network(nnx.Module):
+    """What both networks share: embeddings, cache, one layer."""
+
+    def __init__(self, config: Any, make: Make, **layer: Any):
+        self.config = config
+        c = config
+        if c.layer.num_layers != 1 or c.layer.windows != (None,):
+            raise InputError("an EAGLE network has one decoder layer without a window; see `plain_layer`")
+        if c.own_embedding:
+            self.embed = nnx.Param(make("embed", (c.layer.vocab_size, c.layer.hidden_size), ("vocab", "model")))
+        self.layers = nnx.List([Layer(c.layer, 0, make, **layer)])
+
+    def embeddings(self, tokens: Int[Array, "B T"], target: TargetModel) -> Float[Array, "B T M"]:
+        """Embeddings of tokens: the network's own, or the target's."""
+        if self.config.own_embedding:
+            return self.embed[...][tokens]
+        if not hasattr(target, "embeddings"):
+            raise InputError(f"EAGLE needs the token embeddings of its target, and a {type(target).__name__} has none")
+        return target.embeddings(tokens)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of the drafter's one layer."""
+        c = self.config.layer
+        return KVCache.zeros(batch, capacity, [(c.num_kv_heads, c.head_dim)], self.dtype)
+
+    @property
+    def dtype(self) -> Any:
+        return self.layers[0].qkv[...].dtype
+
+    def rms_norm(self, x: Array, weight: nnx.Param) -> Array:
+        return F.rms_norm(x, weight[...], self.config.layer.norm_eps, self.config.layer.norm_offset)
+
+    def _run(
+        self,
+        x: Float[Array, "B T M"],
+        reads: Float[Array, "B T I"] | None,
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T E+T"],
+        cache: KVCache | None,
+        length: Int[Array, "B"] | None,
+        earlier: KVCache | None,
+    ) -> tuple[Float[Array, "B T M"], KVCache]:
+        view = View.make(self.config.layer, positions, mask, cache, length)
+        past = None if cache is None else (cache.keys[0], cache.values[0])
+        before = None if earlier is None else (earlier.keys[0], earlier.values[0])
+        x, key, value = self.layers[0](x, view, past, before, reads)
+        return x, KVCache((key,), (value,))
+
+    @classmethod
+    def from_arrays(
+        cls, config: Any, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32, mesh: Any = None
+    ) -> Any:
+        """Build from arrays by parameter path, cast to `dtype` and placed on `mesh`."""
+        return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh))
+
+    @classmethod
+    def random(cls, config: Any, seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.02) -> Any:
+        """Random weights, norms included (1 ± 0.1), so that a forgotten norm weight shows."""
+        return cls(config, random_make(seed, dtype, scale))
+
+
+def random_make(seed: int, dtype: Any = jnp.float32, scale: float = 0.02) -> Make:
+    """Normal parameters with standard deviation `scale`; norms 1 ± 0.1."""
+    rng = np.random.default_rng(seed)
+
+    def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+        value = rng.standard_normal(shape, dtype=np.float32)
+        return jnp.asarray(1 + 0.1 * value if name.endswith("norm") else scale * value, dtype)
+
+    return make
+
+
+class EagleNetwork(_Network):
+    """EAGLE-1 (Li et al. 2024), section 3.1: `layer(fc([embedding(t + 1); feature(t)]))`, the layer without an input
+    norm. Features are the target's hidden states after its final norm, so its own head reads tokens out of the output.
+    """
+
+    name: ClassVar[str] = "eagle1"
+
+    def __init__(self, config: EagleConfig, make: Make):
+        """Build with parameters from `make(path, shape, logical axes)`: `fc [2M, M]`, `fc_bias`, `embed`, `layers.0.*`."""
+        super().__init__(config, make, input_norm=False)
+        width = config.layer.hidden_size
+        self.fc = nnx.Param(make("fc", (2 * width, width), (None, "model")))
+        if config.fc_bias:
+            self.fc_bias = nnx.Param(make("fc_bias", (width,), ("model",)))
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T M"],
+        features: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T E+T"],
+        cache: KVCache | None = None,
+        length: Int[Array, "B"] | None = None,
+        earlier: KVCache | None = None,
+    ) -> Fed:
+        """The layer over a block of pairs.
+
+        Args:
+            embedded: embeddings of the tokens at t + 1.
+            features: at t, the target's or this network's own; the output has their dtype.
+            positions: t.
+            mask: what each pair sees of `earlier` and of its own block.
+            cache: keys and values of the true pairs, its first `length` slots; read only.
+            earlier: keys and values of E further pairs that are in no cache (those drafted before).
+        """
+        x = project(jnp.concatenate([embedded, features], axis=-1).astype(self.dtype), self.fc[...])
+        if self.config.fc_bias:
+            x = x + self.fc_bias[...]
+        x, block = self._run(x, None, positions, mask, cache, length, earlier)
+        return Fed(x.astype(features.dtype), block)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the target's features it is fed with."""
+        return ("hidden",)
+
+    def fuse(self, features: dict[str, Float[Array, "B T M"]]) -> Float[Array, "B T M"]:
+        """The target's features as the network takes them."""
+        hidden = features["hidden"]
+        _fits("hidden_size", self.config.layer.hidden_size, hidden.shape[-1])
+        return hidden
+
+    def logits(self, features: Float[Array, "B T M"], target: TargetModel) -> Float[Array, "B T V"]:
+        """Scores of the token after next for outputs of the network, float32: the target's head."""
+        return target.logits(features)
+
+    @property
+    def target_ids(self) -> None:
+        """Every token of the target's vocabulary can be drafted."""
+        return None
+
+
+class Buffer(nnx.Variable):
+    """What belongs to a network and is not trained."""
+
+
+class Eagle3Network(_Network):
+    """EAGLE-3 (Li et al. 2025), section 3.1: features of three layers fused by `fc`, attention reads
+    `[norm(embedding(t + 1)); norm(feature(t))]`, the residual is the feature. Its output feeds it further as it is; its
+    own norm and head read tokens of the draft vocabulary out of it.
+    """
+
+    name: ClassVar[str] = "eagle3"
+
+    def __init__(self, config: Eagle3Config, make: Make, d2t: np.ndarray | None = None):
+        """Build with parameters from `make(path, shape, logical axes)`: `fc [3Mt, M]`, `embed_norm`, `feature_norm`,
+        `norm`, `head [Vd, M]`, `embed`, `layers.0.*`.
+
+        Args:
+            d2t: offsets: draft id i stands for the target's id `i + d2t[i]`. May only be left out where the draft
+                vocabulary is the target's.
+        """
+        c, width = config, config.layer.hidden_size
+        super().__init__(config, make, input_width=2 * width, input_norm=False)
+        inputs = len(c.feature_layers) * c.target_hidden_size
+        self.fc = nnx.Param(make("fc", (inputs, width), (None, "model")))
+        self.embed_norm = nnx.Param(make("embed_norm", (width,), ("model",)))
+        self.feature_norm = nnx.Param(make("feature_norm", (width,), ("model",)))
+        self.norm = nnx.Param(make("norm", (width,), ("model",)))
+        self.head = nnx.Param(make("head", (c.draft_vocab_size, width), ("vocab", "model")))
+        d2t = checked_d2t(d2t, c.draft_vocab_size, c.layer.vocab_size)
+        self.d2t = Buffer(jnp.asarray(d2t, jnp.int32))
+        self.whole = c.draft_vocab_size == c.layer.vocab_size and not d2t.any()
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T M"],
+        features: Float[Array, "B T M"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T E+T"],
+        cache: KVCache | None = None,
+        length: Int[Array, "B"] | None = None,
+        earlier: KVCache | None = None,
+    ) -> Fed:
+        """The layer over a block of pairs; arguments as `EagleNetwork`'s."""
+        features = features.astype(self.dtype)
+        normed = self.rms_norm(features, self.feature_norm)
+        reads = jnp.concatenate([self.rms_norm(embedded.astype(self.dtype), self.embed_norm), normed], axis=-1)
+        residual = normed if self.config.norm_before_residual else features
+        return Fed(*self._run(residual, reads, positions, mask, cache, length, earlier))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(f"layer.{i}" for i in self.config.feature_layers)
+
+    def fuse(self, features: dict[str, Float[Array, "B T M"]]) -> Float[Array, "B T M"]:
+        joined = jnp.concatenate([features[name] for name in self.features], axis=-1)
+        _fits("target_hidden_size", self.config.target_hidden_size, joined.shape[-1] // len(self.features))
+        return project(joined.astype(self.dtype), self.fc[...])
+
+    def logits(self, features: Float[Array, "B T M"], target: TargetModel) -> Float[Array, "B T Vd"]:
+        """Scores of the draft vocabulary's tokens for outputs of the network, float32."""
+        rows = self.rms_norm(features, self.norm)
+        return jnp.einsum("btm,vm->btv", rows, self.head[...], preferred_element_type=jnp.float32)
+
+    @property
+    def target_ids(self) -> Int[Array, "Vd"] | None:
+        """The target's id of each draft id; None where they are the same."""
+        return None if self.whole else self._ids()
+
+    def _ids(self) -> Int[Array, "Vd"]:
+        return jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
+
+    @property
+    def t2d(self) -> Bool[Array, "V"]:
+        """Which of the target's tokens can be drafted."""
+        return jnp.zeros(self.config.layer.vocab_size, bool).at[self._ids()].set(True)
+
+    @classmethod
+    def from_arrays(
+        cls, config: Eagle3Config, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32, mesh: Any = None
+    ) -> "Eagle3Network":
+        """Build from arrays by parameter path, `d2t` among them, cast to `dtype` and placed on `mesh`."""
+        return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh), arrays.get("d2t"))
+
+    @classmethod
+    def random(
+        cls, config: Eagle3Config, seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.02, d2t: Any = None
+    ) -> "Eagle3Network":
+        return cls(config, random_make(seed, dtype, scale), d2t)
+
+
+def _fits(name: str, expected: int, found: int) -> None:
+    if expected != found:
+        raise InputError(f"this drafter is for a target with {name} {expected}, and the target has {found}")
