@@ -77,8 +77,8 @@ class StaticTree:
     """A tree whose shape does not depend on the text: each node says which child of its parent it is.
 
     Attributes:
-        choices: per node, the ranks on the way down to it: (0,) is the best child of the pending token, (0, 2) the third
-            best of its children. Level by level, siblings by rank, so that `parents[i] < i`.
+        choices: per node, the ranks on the way down to it: (0,) is the best child of the pending token, (0, 2) the
+            third best of its children. Level by level, siblings by rank, so that `parents[i] < i`.
         parents: index of each node's parent, -1 = the pending token.
     """
 
@@ -233,9 +233,7 @@ def order(
     )
 
 
-def best(
-    tokens: Int[Array, "B C"], parents: Int[Array, "B C"], scores: Float[Array, "B C"], num_nodes: int
-) -> Draft:
+def best(tokens: Int[Array, "B C"], parents: Int[Array, "B C"], scores: Float[Array, "B C"], num_nodes: int) -> Draft:
     """The draft of each row's `num_nodes` best candidates, best first; -inf is no candidate.
 
     `parents[i] < i`, and no score is above the parent's, so of two equal ones the parent is taken first and the chosen

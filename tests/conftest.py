@@ -73,7 +73,7 @@ def scores() -> Callable[..., np.ndarray]:
     forward = jax.jit(lambda model, *args: model.logits(model(*args).hidden))
 
     def run(model: Any, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        rows = next(n for n in (1, 4, 32, 256, 2048) if n >= len(texts))  # few shapes, few compilations
+        rows = next(n for n in (1, 4, 32, 256) if n >= len(texts))  # few shapes, few compilations
         tokens = np.zeros((rows, 256), np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text)] = text

@@ -61,13 +61,11 @@ def test_lookup_proposes_nothing_where_nothing_matches() -> None:
 
 
 def test_no_match_is_a_plain_step(scripted: Any) -> None:
-    """A rising text never repeats: one token a round, from blocks of one token."""
+    """A rising text never repeats: one token a round."""
     target = scripted({i: i + 1 for i in range(60)})
-    lookup = specjax.PromptLookup(4, max_ngram=3, min_ngram=1)
-    out = specjax.generate(target, [[1, 2, 3]], drafter=lookup, max_new_tokens=40, trace=True)
+    out = specjax.generate(target, [[1, 2, 3]], drafter=specjax.PromptLookup(4, min_ngram=1), max_new_tokens=40)
     assert out.token_ids == [list(range(4, 44))]
-    assert len(out.trace[0]) == 40
-    assert all(r.block_tokens == 1 and len(r.committed) == 1 and not r.proposed for r in out.trace[0])
+    assert (out.stats.target_calls, out.stats.proposed) == (40, 0)
 
 
 def test_a_filler_is_no_proposal(scripted: Any) -> None:
@@ -104,6 +102,7 @@ def test_draft_model_proposes_as_a_fresh_one(
             text += r.committed
     assert counts >= {0, 1, 4}
     assert len(cases) > 20
+    cases = cases[:: -(-len(cases) // 250)]
     texts = [text for text, _ in cases]
     for i in range(4):
         best = scores(cousin.model, texts)[np.arange(len(texts)), [len(t) - 1 for t in texts]].argmax(-1)

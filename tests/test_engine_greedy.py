@@ -67,10 +67,12 @@ def test_batch_of_one(drafter: Any, table: Any, table_text: Any, prompts: Any, d
     """Rows in a ragged batch, where the others accept other counts and end at other times, are as when alone."""
     for i, prompt in enumerate(prompts):
         if isinstance(drafter, Replay):
-            drafter = Replay.of([table_text[i]], 16)
+            drafter = Replay.of([[-1 if i % 10 < 3 else t for i, t in enumerate(table_text[i])]], 16)
         out = decode(table, drafter, [prompt])
         assert out.token_ids == [table_text[i]]
         check_trace(out)
+        # a round that proposes nothing costs what a plain step costs
+        assert all((r.block_tokens == 1) == (r.proposed == []) for r in out.trace[0])
 
 
 def test_rows_that_end_early_leave_the_others_alone(table: Any, table_text: Any, decode: Any, prompts: Any) -> None:

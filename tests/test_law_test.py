@@ -72,7 +72,7 @@ def test_right_drafters(name: str) -> None:
     check(law_test(TARGET, DRAFTERS[name], sampling=EVERYTHING, prompts=PROMPTS), name)
 
 
-@pytest.mark.parametrize("name", ["simple", "greedy and drawn rows", "grammar"])
+@pytest.mark.parametrize("name", ["greedy and drawn rows", "grammar"])
 def test_right_settings(name: str) -> None:
     drafter = DRAFTERS["two drawn" if name == "grammar" else "chain"]
     check(law_test(TARGET, drafter, sampling=LAWS[name], prompts=PROMPTS), name)
@@ -81,7 +81,7 @@ def test_right_settings(name: str) -> None:
 def test_transformer() -> None:
     target = testing.tiny_target(testing.tiny_model(vocab_size=5))
     drafter = specjax.DraftModel(testing.tiny_model(vocab_size=5, seed=1), 2)
-    check(law_test(target, drafter, samples=60_000), "transformer")
+    check(law_test(target, drafter, samples=40_000), "transformer")
 
 
 @pytest.mark.slow

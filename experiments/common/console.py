@@ -43,7 +43,7 @@ def make_table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequ
     """A table whose first columns are text and whose others are numbers; a row that is None draws a line."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in left:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -55,10 +55,10 @@ def make_table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequ
 
 
 def show(*parts: object) -> None:
-    """Print tables and text to stdout; at least 110 columns wide where stdout is a file or a pipe."""
+    """Print tables and text to stdout; wide enough for all columns where stdout is a file or a pipe."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(console.width, 110))
+        console = Console(highlight=False, width=max(console.width, 160))
     for part in parts:
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
 

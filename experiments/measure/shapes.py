@@ -42,8 +42,8 @@ SHAPES = {
 }
 
 
-def random_target(name: str, dtype: str) -> Target:
-    """A target of a named shape with random weights, made on the device, without a tokenizer."""
+def shape_config(name: str) -> ModelConfig:
+    """The configuration of a named shape. Raises InputError for an unknown name."""
     if name not in SHAPES:
         raise InputError(f"unknown shape {name!r}: expected one of {', '.join(SHAPES)}")
     s = SHAPES[name]
@@ -60,11 +60,16 @@ def random_target(name: str, dtype: str) -> Target:
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6,
     }
-    keys = iter(jax.random.split(jax.random.key(0), 64 * s.layers))
+    return ModelConfig.from_hf(raw, name)
+
+
+def random_target(name: str, dtype: str) -> Target:
+    """A target of a named shape with random weights, made on the device, without a tokenizer."""
+    config = shape_config(name)
+    keys = iter(jax.random.split(jax.random.key(0), 64 * config.num_layers))
     draw = jax.jit(lambda key, shape: (0.02 * jax.random.normal(key, shape)).astype(jnp.dtype(dtype)), static_argnums=1)
 
     def make(path: str, shape: tuple[int, ...], axes: Any) -> Array:
         return jnp.ones(shape, jnp.dtype(dtype)) if path.endswith("norm") else draw(next(keys), shape)
 
-    model = Decoder(ModelConfig.from_hf(raw, name), make)
-    return Target(model, None, f"random {name}", dtype=dtype)
+    return Target(Decoder(config, make), None, f"random {name}", dtype=dtype)

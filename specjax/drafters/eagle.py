@@ -6,9 +6,9 @@
     drafter = Eagle(network, GrownTree(depth=6, top_k=10, total=60))                   # EAGLE-2
     drafter = Eagle(eagle3_network, GrownTree(depth=6, top_k=8, total=32))             # EAGLE-3
 
-The drafter's cache holds the keys and values of the pairs `[0, length - 1)` (see `eagle_networks`), and all of them come
-from the target's true features: `update` runs the network over what the round committed. What drafting computes from
-the network's own outputs stays beside the cache and is forgotten with the round.
+The drafter's cache holds the keys and values of the pairs `[0, length - 1)` (see `eagle_networks`), and all of them
+come from the target's true features: `update` runs the network over what the round committed. What drafting computes
+from the network's own outputs stays beside the cache and is forgotten with the round.
 """
 
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ class Eagle:
 
     def __post_init__(self) -> None:
         if self.sample and isinstance(self.tree, GrownTree):
-            raise InputError("a grown tree keeps nodes by their tokens' probabilities, so drawn ones would not be lossless")
+            raise InputError("sample: a grown tree chooses nodes by their tokens, so drawn ones would not be lossless")
 
     @property
     def name(self) -> str:
@@ -107,8 +107,9 @@ class Eagle:
         fed = feed(self.network, context.model, pair(features, text, start), memory.cache, start)
         last = jnp.maximum(round.count - 1, 0)
         feature = jax.vmap(lambda row, i: row[i])(fed.features, last)
+        feature = jnp.where((round.count > 0)[:, None], feature, memory.feature)
         # slots past the round's own are written too, and written again before they are ever read
-        return Memory(write(memory.cache, fed.block, start), jnp.where((round.count > 0)[:, None], feature, memory.feature))
+        return Memory(write(memory.cache, fed.block, start), feature)
 
 
 def fill(
@@ -117,8 +118,8 @@ def fill(
     """The tokens of a static tree, level by level; only nodes with children are fed.
 
     Args:
-        draw: draw siblings without replacement, each q the draft law without its earlier siblings; else child r of a node
-            is its r-th most likely token.
+        draw: draw siblings without replacement, each q the draft law without its earlier siblings; else child r of a
+            node is its r-th most likely token.
     """
     batch = context.length.shape[0]
     parents = jnp.broadcast_to(jnp.array(tree.parents, jnp.int32), (batch, tree.num_nodes))
@@ -181,14 +182,14 @@ def _rank(scores: Scores, tree: StaticTree, level: list[int], slots: np.ndarray)
         exists = index < size
     else:
         values, index = jax.lax.top_k(scores.values, min(int(ranks.max()) + 1, size))
-        enough = ranks < size
-        ranks = np.where(enough, ranks, 0)
+        enough = jnp.asarray(ranks < size)
+        ranks = np.where(ranks < size, ranks, 0)
         index, exists = index[:, slots, ranks], enough & (values[:, slots, ranks] > -jnp.inf)
     return _Children(scores.tokens(jnp.where(exists, index, 0)), exists)
 
 
 def _draw(scores: Scores, level: list[int], slots: np.ndarray, context: Context) -> _Children:
-    """Children drawn without replacement, in the order of the level's nodes. Where the temperature is 0, the most likely."""
+    """Children drawn without replacement, in the order of the level's nodes; at temperature 0 the most likely ones."""
     left = list(jnp.moveaxis(scores.values, 1, 0))  # of each parent
     tokens, exists, laws = [], [], []
     for node, slot in zip(level, slots, strict=True):

@@ -73,8 +73,8 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     layers = (2, num_layers // 2, num_layers - 3)
     if not layers[0] < layers[1] < layers[2]:
         raise InputError(
-            f"EAGLE-3 fuses layers 2, L//2 and L-3, which are {', '.join(map(str, layers))} on a target of {num_layers} "
-            "layers: they collide; give feature_layers=(…) yourself"
+            f"EAGLE-3 fuses layers 2, L//2 and L-3, which are {', '.join(map(str, layers))} on a target of "
+            f"{num_layers} layers: they collide; give feature_layers=(…) yourself"
         )
     return layers
 
@@ -99,7 +99,7 @@ def plain_layer(target: ModelConfig) -> ModelConfig:
 
 
 def offsets(tokens: Any) -> Int[np.ndarray, "Vd"]:
-    """`d2t` of a draft vocabulary: the target's ids, ascending, minus 0, 1, 2, …"""
+    """`d2t` of a draft vocabulary: the target's ids, ascending, minus their places 0, 1, 2 and so on."""
     ids = np.sort(np.asarray(tokens, np.int64))
     return ids - np.arange(len(ids))
 
@@ -109,8 +109,8 @@ def checked_d2t(d2t: Any, draft_vocab_size: int, vocab_size: int) -> Int[np.ndar
     if d2t is None:
         if draft_vocab_size != vocab_size:
             raise InputError(
-                f"d2t is missing: a draft vocabulary of {draft_vocab_size} tokens out of {vocab_size} needs the mapping it "
-                "was trained with"
+                f"d2t is missing: a draft vocabulary of {draft_vocab_size} tokens out of {vocab_size} needs the "
+                "mapping it was trained with"
             )
         d2t = np.zeros(vocab_size, np.int64)
     d2t = np.asarray(d2t, np.int64)

@@ -75,8 +75,10 @@ def feed(
     cache: KVCache | None = None,
     length: Int[Array, "B"] | None = None,
 ) -> Fed:
-    """Run the network over pairs that follow each other, each seeing those before it: a whole text, or what comes after
-    the first `length` pairs in `cache`."""
+    """Run the network over pairs that follow each other, each seeing those before it.
+
+    Without `cache` that is a whole text, else what comes after the first `length` pairs in it.
+    """
     tokens = pairs.tokens.shape[1]
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (pairs.tokens.shape[0], tokens, tokens))
     return network(network.embeddings(pairs.tokens, target), pairs.features, pairs.positions, mask, cache, length)
@@ -131,9 +133,7 @@ class _Network(nnx.Module):
         return x, KVCache((key,), (value,))
 
     @classmethod
-    def from_arrays(
-        cls, config: Any, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32, mesh: Any = None
-    ) -> Any:
+    def from_arrays(cls, config: Any, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32, mesh: Any = None) -> Any:
         """Build from arrays by parameter path, cast to `dtype` and placed on `mesh`."""
         return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh))
 
@@ -162,7 +162,7 @@ class EagleNetwork(_Network):
     name: ClassVar[str] = "eagle1"
 
     def __init__(self, config: EagleConfig, make: Make):
-        """Build with parameters from `make(path, shape, logical axes)`: `fc [2M, M]`, `fc_bias`, `embed`, `layers.0.*`."""
+        """Build with parameters from `make(path, shape, logical axes)`: `fc [2M, M]`, `embed`, `layers.0.…`."""
         super().__init__(config, make, input_norm=False)
         width = config.layer.hidden_size
         self.fc = nnx.Param(make("fc", (2 * width, width), (None, "model")))

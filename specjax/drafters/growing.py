@@ -1,4 +1,4 @@
-"""Trees grown by confidence (EAGLE-2, Li et al. 2024): a node is as good as the product of draft probabilities above it."""
+"""Trees grown by confidence (EAGLE-2, Li et al. 2024): a node is worth the product of probabilities down to it."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class GrownTree:
 
 
 def grow(network: EagleNetwork | Eagle3Network, tree: GrownTree, memory: Memory, context: Context) -> Draft:
-    """A tree by EAGLE-2's two phases (section 4): expand the most confident nodes level by level, then re-rank all nodes.
+    """A tree by EAGLE-2's two phases (section 4): expand the most confident nodes level by level, then re-rank all.
 
     Which nodes exist depends on their tokens' probabilities, so they must not be drawn at random: siblings are the most
     likely tokens, deterministic.

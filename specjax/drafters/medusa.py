@@ -48,7 +48,7 @@ class MedusaHeads(nnx.Module):
     """The heads: `x + SiLU(W x + b)` (a few times), then a linear map to the vocabulary; section 2.1.1."""
 
     def __init__(self, config: MedusaConfig, make: Make):
-        """Build with parameters from `make(path, shape, logical axes)`. Matrices are `[in, out]`, output heads `[V, M]`."""
+        """Build with parameters from `make(path, shape, logical axes)`: `linear [H, J, M, M]`, `bias`, `head`."""
         c = self.config = config
         blocks, width = (c.num_heads, c.num_layers), c.hidden_size
         self.linear = nnx.Param(make("linear", (*blocks, width, width), (None, None, None, "model")))
@@ -90,8 +90,7 @@ class MedusaHeads(nnx.Module):
 
     @classmethod
     def start(cls, config: MedusaConfig, target: TargetModel, dtype: Any = jnp.float32) -> "MedusaHeads":
-        """Where training starts: `W` and `b` zero, output heads those of the target (every head then says what the
-        target's own says)."""
+        """Where training starts: `W` and `b` zero, output heads the target's, so that every head says what it says."""
 
         def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
             if name != "head":
@@ -158,8 +157,8 @@ class Medusa:
             return Draft(parents, parents, parents >= 0), memory
         size = self.heads.config.vocab_size
         scores, tokens = jax.lax.top_k(self.heads.logits(memory, context.model), min(int(ranks.max()) + 1, size))
-        exists = ranks < tokens.shape[-1]  # a tiny vocabulary may have fewer tokens than ranks
-        ranks = np.where(exists, ranks, 0)
+        exists = jnp.asarray(ranks < tokens.shape[-1])  # a tiny vocabulary may have fewer tokens than ranks
+        ranks = np.where(ranks < tokens.shape[-1], ranks, 0)
         # a one-token prompt has no hidden state before the pending token yet
         valid = exists & (context.length > 1)[:, None] & jnp.isfinite(scores[:, heads, ranks])
         return order(tokens[:, heads, ranks], parents, valid), memory
@@ -171,11 +170,11 @@ class Medusa:
 
 
 def best_tree(accuracies: Sequence[Sequence[float]] | Float[np.ndarray, "H R"], num_nodes: int) -> StaticTree:
-    """The tree of `num_nodes` nodes that has the most tokens accepted, given each head's accuracies (section 2.3.3).
+    """The tree of `num_nodes` nodes that has the most tokens accepted, by each head's accuracies (section 2.3.3).
 
-    `accuracies[i][r]` is the chance that head i's r-th guess is right. Taken as independent, a node is accepted with the
-    product along its path, and the expected number of accepted tokens is the sum over the nodes. No product is above its
-    parent's, so taking the best node next to the tree, again and again, is optimal.
+    `accuracies[i][r]` is the chance that head i's r-th guess is right. Taken as independent, a node is accepted with
+    the product along its path, and the expected number of accepted tokens is the sum over the nodes. No product is
+    above its parent's, so taking the best node next to the tree, again and again, is optimal.
     """
     table = [[float(a) for a in head] for head in accuracies]
     if any(not 0 <= a <= 1 for head in table for a in head):

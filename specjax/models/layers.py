@@ -100,7 +100,8 @@ def attention(
 ) -> Float[Array, "B K G T D"]:
     """Softmax attention over the cached prefix and the block's own keys and values, without joining the two arrays.
 
-    The block may hold keys of earlier tokens besides those of the T queries. Masks are additive (0 or MASKED). Every query sees itself, so the sum is never empty. Softmax in float32.
+    The block may hold keys of earlier tokens besides the T queries' own. Masks are additive (0 or MASKED). Every
+    query sees itself, so the sum is never empty. Softmax in float32.
     """
     keys, values = block
     batch, heads, group, tokens, width = q.shape

@@ -31,6 +31,6 @@ def place(value: np.ndarray, dtype: Any, axes: tuple[str | None, ...], mesh: Mes
     """Cast and put on the device, or over the mesh."""
     if mesh is None:
         return jnp.asarray(value, dtype)
-    return jax.device_put(
-        np.asarray(value).astype(jnp.dtype(dtype)), NamedSharding(mesh, spec(value.shape, axes, mesh))
-    )
+    # `jax.make_mesh` gives explicit axes by default; here the compiler finds the shardings in between (automatic axes)
+    sharding = NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec(value.shape, axes, mesh))
+    return jax.device_put(np.asarray(value).astype(jnp.dtype(dtype)), sharding)
