@@ -114,7 +114,7 @@ def main() -> None:
         else:
             lines.append(Line("Hugging Face generate", None, "tokens/s", f"skipped: {reason}"))
     title = f"{target.name}, {target.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}"
-    show(make_table(title, ("",), ("value", "unit", "note"), [_cells(line) for line in lines]))
+    show(make_table(title, ("", "value", "unit", "note"), [_cells(line) for line in lines], text=(0, 2, 3)))
     if options.output is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
         content = {"provenance": provenance(target), "settings": settings, "lines": [asdict(line) for line in lines]}
@@ -242,23 +242,25 @@ def comparison(target: Target, done: Callable[[], None]) -> list[Line]:
         "Hugging Face prompt lookup": lambda prompt: other.generate(prompt, NEW_TOKENS, LOOKUP.num_draft_tokens),
     }
     texts: dict[str, list[list[int]]] = {name: [] for name in methods}
-    seconds = dict.fromkeys(methods, 0.0)
+    rates: dict[str, list[float]] = {name: [] for name in methods}
     for prompt in ids:
         for name, decode in methods.items():
-            text, taken = decode(prompt)
+            text, seconds = decode(prompt)
             texts[name].append(text)
-            seconds[name] += taken
+            rates[name].append(len(text) / seconds)
             done()
     first = next(iter(methods))
-    rates = {name: sum(map(len, texts[name])) / seconds[name] for name in methods}
     lines = []
     for name in methods:
         same = sum(a == b for a, b in zip(texts[name], texts[first], strict=True))
         note = "prefill included" if name == first else f"prefill included; same text on {same} of {len(ids)} prompts"
-        lines.append(Line(name, rates[name], "tokens/s", note))
-    plain, lookup = "specjax, plain", "specjax, prompt lookup"
-    lines.append(Line("plain / Hugging Face", rates[plain] / rates["Hugging Face generate"], "×"))
-    lines.append(Line("prompt lookup / Hugging Face's", rates[lookup] / rates["Hugging Face prompt lookup"], "×"))
+        lines.append(Line(name, statistics.median(rates[name]), "tokens/s", note))
+    for above, below in (
+        ("specjax, plain", "Hugging Face generate"),
+        ("specjax, prompt lookup", "Hugging Face prompt lookup"),
+    ):
+        ratio = median_of(lambda a, b: a / b, rates[above], rates[below])
+        lines.append(Line(f"{above} / {below}", ratio, "×", "median over the prompts"))
     return lines
 
 

@@ -235,8 +235,8 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
         f"{target.name}, {options.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}, "
         f"{options.max_new_tokens} new tokens at most, {_describe(options.sampling)}"
     )
-    columns = ("tokens/call", "accepted", "α", "c", "tokens/s", "speedup", "95%", "text")
-    tables: list[Table | str] = [make_table(title, ("task", "drafter"), columns, rows)]
+    columns = ("task", "drafter", "tokens/call", "accepted", "α", "c", "tokens/s", "speedup", "95%", "text")
+    tables: list[Table | str] = [make_table(title, columns, rows, text=(0, 1))]
     longest = max(d.num_draft_tokens for d in drafters)
     if longest:
         rows = []
@@ -245,7 +245,8 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
                 if values:
                     rows.append([row["drafter"], kind, *(percent(v) for v in values), *[""] * (longest - len(values))])
         places = [str(i + 1) for i in range(longest)]
-        tables.append(make_table("Acceptance by draft position, all tasks", ("drafter", ""), places, rows))
+        title = "Acceptance by draft position, all tasks"
+        tables.append(make_table(title, ("drafter", "", *places), rows, text=(0, 1)))
     tables += [
         f"tokens/call: {DEFINITIONS['tokens_per_call']}.",
         f"accepted: {DEFINITIONS['acceptance_rate']}. α: {DEFINITIONS['alpha']}.",

@@ -83,13 +83,16 @@ def test_the_first_draft_token_is_checked_too(scripted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda d: d, lambda d: Idle(d, every=3), lambda d: Replaced(d, Oracle(4))], ids=["alone", "idle", "replaced"]
+    "wrap",
+    [lambda d: d, lambda d: Idle(d, every=3), lambda d: Replaced(d, Oracle(4))],
+    ids=["alone", "idle", "replaced"],
 )
 def test_draft_model_proposes_as_a_fresh_one(
     wrap: Any, tiny: Any, cousin: Any, tiny_text: Any, decode: Any, scores: Any
 ) -> None:
     """In every round its proposals are the draft model's own greedy continuation of the committed text, so its cache
-    holds exactly that text: whatever was accepted before, whoever proposed it, however long it had nothing to do."""
+    holds exactly that text: whatever was accepted before, whoever proposed it, however long it had nothing to do.
+    """
     out = decode(tiny, wrap(specjax.DraftModel(cousin, 4)))
     assert out.token_ids == tiny_text
     cases, counts = [], set()

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,8 +77,7 @@ def test_streaming_compiles_one_step(table: Any, prompts: Any) -> None:
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_loop_holds_no_second_cache(batch: int) -> None:
-    """Temporaries of the compiled loop are small beside the cache, and no operation copies an array of its size, with
-    three block sizes compiled in."""
+    """With three block sizes compiled in, temporaries are small and nothing copies an array of the cache's size."""
     model = testing.tiny_model(num_layers=4, windows=(None,) * 4, head_dim=64, num_heads=2)
     drafter = specjax.PromptLookup(8, block_sizes=(4, 9))
     assert len(decode.ladder(drafter)) == 3

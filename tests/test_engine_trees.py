@@ -82,10 +82,12 @@ def test_the_cache_holds_the_accepted_path(tiny: Any, prompts: Any) -> None:
 
 
 def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, prompts: Any) -> None:
-    """Fifty rounds and more with mixed accept counts: the cache's slots hold positions 0, 1, 2, … and the text's tokens."""
+    """Over many rounds with mixed accept counts the cache's slots hold positions 0, 1, 2, … and the text's tokens."""
     random = np.random.default_rng(1)
     script = np.where(random.random((4, 200)) < 0.5, table_text, -1)
-    job = specjax.prepare(table, prompts, drafter=Replay.of(script.tolist(), 16), max_new_tokens=200, logprobs=True, trace=True)
+    job = specjax.prepare(
+        table, prompts, drafter=Replay.of(script.tolist(), 16), max_new_tokens=200, logprobs=True, trace=True
+    )
     state = job.run(job.prefill())
     assert int(state.round) >= 40
     for row, length in enumerate(np.asarray(state.length)):
@@ -96,8 +98,11 @@ def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, pro
 
 
 def test_probes_see_what_their_mask_says(tiny: Any, tiny_text: Any, prompts: Any, scores: Any) -> None:
-    """The logits that come back at probes are those of a forward pass over what they see; nothing of them is committed
-    or counted, and the text does not change. The drafts go wrong anywhere, and the cache stays right."""
+    """The logits that come back at probes are those of a forward pass over what they see.
+
+    Nothing of them is committed or counted, and the text does not change. The drafts go wrong anywhere, and the cache
+    stays right.
+    """
     wrong = [[t if i % 3 else (t + 1) % 64 for i, t in enumerate(row)] for row in tiny_text]
     script = [[-1 if i % 5 == 2 else t for i, t in enumerate(row)] for row in wrong]
     drafter = Prober(Replay.of(script, 3))

@@ -85,7 +85,9 @@ def test_characters_that_span_tokens_come_whole(scripted: Any) -> None:
     tokenizer = testing.TinyTokenizer()
     euro = [tokenizer.token_bytes().index(b) for b in (b"\xe2\x82", b"\xac")]
     a, lone = tokenizer.encode("x")[0], tokenizer.token_bytes().index(b"\xa8")
-    target = testing.tiny_target(scripted({9: a, a: euro[0], euro[0]: euro[1], euro[1]: lone}).model, tokenizer=tokenizer)
+    target = testing.tiny_target(
+        scripted({9: a, a: euro[0], euro[0]: euro[1], euro[1]: lone}).model, tokenizer=tokenizer
+    )
     pieces = [p.text for p in specjax.stream(target, [[9]], max_new_tokens=4)]
     assert pieces == ["x", "", "€", "\ufffd"]
 
@@ -132,7 +134,7 @@ def test_a_grammar_holds_against_drafts_that_break_it(
 
 
 def test_a_grammar_may_end_with_eos(scripted: Any) -> None:
-    """A grammar that allows nothing after EOS is no error when EOS is drafted and accepted: nothing after it is asked."""
+    """A grammar that allows nothing after EOS is no error where EOS is drafted and accepted: the round ends there."""
 
     def ends(logits: jax.Array, tokens: jax.Array, length: jax.Array) -> jax.Array:
         return jnp.where(tokens[length - 1] == 5, -jnp.inf, logits)
@@ -143,14 +145,18 @@ def test_a_grammar_may_end_with_eos(scripted: Any) -> None:
     assert (out.token_ids, out.finish_reasons) == ([[1, 2, 3, 4, 5]], ["stop"])
 
 
-@pytest.mark.parametrize("drafter", [Adversarial(1), Adversarial(4), TableTree.random(9, 2, "ss")], ids=["1", "4", "tree"])
+@pytest.mark.parametrize(
+    "drafter", [Adversarial(1), Adversarial(4), TableTree.random(9, 2, "ss")], ids=["1", "4", "tree"]
+)
 def test_the_correction_comes_from_the_row_of_the_rejection(drafter: Any) -> None:
-    """Rows with disjoint supports: after a token of group g only group g + 1 may follow, whatever was rejected there."""
+    """Rows of disjoint supports: after a token of group g only group g + 1 may follow, whatever was rejected there."""
     group = np.arange(9) // 3
     table = np.where(group[None, :] == (group[:, None] + 1) % 3, 0.0, -1e9).astype(np.float32)
     table += np.random.default_rng(0).standard_normal(table.shape).astype(np.float32)
     target = testing.tiny_target(testing.TableModel(jnp.asarray(table)))
-    out = specjax.generate(target, [[0], [5, 1]], drafter=drafter, sampling=Sampling(temperature=1.0), max_new_tokens=60)
+    out = specjax.generate(
+        target, [[0], [5, 1]], drafter=drafter, sampling=Sampling(temperature=1.0), max_new_tokens=60
+    )
     for prompt, ids in zip([[0], [5, 1]], out.token_ids, strict=True):
         groups = group[[prompt[-1], *ids]]
         np.testing.assert_array_equal(groups[1:], (groups[:-1] + 1) % 3)
@@ -169,10 +175,10 @@ def test_logprobs_under_sampling_are_teacher_forced(tiny: Any, prompts: Any, dec
 
 
 def test_counts_by_hand(scripted: Any) -> None:
-    """The text is 1 2 3 … 12; the drafts of three are right (r), wrong (w) or missing (-):
+    """The text is 1 2 3 … 12; of each draft the tokens are right (r) or wrong (w), or there are none.
 
-    round 1: r r w -> commits 1 2 3     round 2: r r r -> 4 5 6 7     round 3: - - - -> 8
-    round 4: w w w -> commits 9         round 5: r - - -> 10 11       round 6: r, cut by the cap -> 12
+    Round 1: r r w commits 1 2 3; round 2: r r r commits 4 5 6 7; round 3 commits 8; round 4: w r commits 9; round 5: r
+    commits 10 11; round 6 commits 12, with no room for a draft.
     """
     target = scripted({0: 1} | {i: i + 1 for i in range(1, 40)})
     script = [1, 2, 50, 4, 5, 6, -1, -1, 50, 10, -1, 12, 13, 14]
@@ -215,14 +221,14 @@ def test_logits_that_are_not_finite_are_an_error(drafter: Any, temperature: floa
     for broken in (table.at[:, 7, 20].set(np.nan), table.at[:, 7, 20].set(np.inf), table.at[:, 7].set(-np.inf)):
         target = testing.tiny_target(testing.TableModel(broken))
         options = {"drafter": drafter, "max_new_tokens": 20, "sampling": Sampling(temperature=temperature)}
-        with pytest.raises(SpecjaxError, match="not finite.* prompt 1, position 8"):
+        with pytest.raises(SpecjaxError, match=r"not finite.* prompt 1, position 8"):
             specjax.generate(target, [[40], [0]], **options)
     if drafter is None and temperature == 0:
-        seen = []
+        pieces = specjax.stream(target, [[40], [0]], **options)
+        first = [next(pieces) for _ in range(14)]
+        assert [t for p in first if p.row == 1 for t in p.token_ids] == list(range(1, 8))
         with pytest.raises(SpecjaxError, match="prompt 1"):
-            for piece in specjax.stream(target, [[40], [0]], **options):
-                seen.append(piece)
-        assert [t for p in seen if p.row == 1 for t in p.token_ids] == list(range(1, 8))
+            next(pieces)
 
 
 def test_a_grammar_without_a_way_out_is_an_error(table: Any) -> None:

@@ -11,10 +11,10 @@ import pytest
 
 import specjax
 from specjax import testing
-from specjax.laws import Path, Rejection, walk
-from specjax.sampling import Sampling, argmax, categorical, distribution
+from specjax.laws import Path, walk
+from specjax.sampling import Sampling, categorical, distribution
 from specjax.state import Context
-from specjax.testing import Adversarial, Idle, Oracle, Prober, Replaced, Replay, TableTree, law_test
+from specjax.testing import Adversarial, Idle, Oracle, Prober, Replaced, TableTree, law_test
 from specjax.testing.drafters import Stateless
 from specjax.trees import Draft
 
@@ -104,7 +104,7 @@ def check(result: testing.LawResult, name: str) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Planted(Stateless):
-    """Drafts of three nodes below the pending token, wrong in the way `fault` says (data, so that one program serves)."""
+    """Drafts of three nodes below the pending token, wrong as `fault` says (data, so that one program serves)."""
 
     table: jax.Array
     fault: jax.Array
@@ -171,7 +171,8 @@ def ranked_after_drawing(table: jax.Array, context: Context) -> Draft:
 def folded(table: jax.Array, context: Context) -> Draft:
     """A drawn node that repeats a deterministic sibling is left out as a duplicate."""
     draft = siblings("dss", table, context, replace=True)
-    return replace(draft, valid=draft.valid & (jnp.arange(3) < jnp.where(draft.tokens[:, 0] == draft.tokens[:, 1], 1, 2)[:, None]))
+    number = jnp.where(draft.tokens[:, 0] == draft.tokens[:, 1], 1, 2)
+    return replace(draft, valid=draft.valid & (jnp.arange(3) < number[:, None]))
 
 
 def dropped_by_confidence(table: jax.Array, context: Context) -> Draft:
@@ -230,7 +231,7 @@ class Wrong:
                 depth = jnp.zeros_like(depth)
             return distribution(pick(target_law.raw, node), rules, target_law.context.text(path, depth))
 
-        def choose(node: jax.Array, path: jax.Array, depth: jax.Array, descends: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def choose(node: Any, path: Any, depth: Any, descends: Any) -> tuple[jax.Array, jax.Array]:
             p, child = law(node, path, depth), jnp.zeros(batch, jnp.int32)
             failed = jnp.zeros(batch, jnp.int32)
             for i in range(nodes):
@@ -250,31 +251,29 @@ class Wrong:
                 after = law(failed, path, depth)
                 p = jnp.where((failed > 0)[:, None], after, p)
             if self.fault == "filters on the bonus token only":
-                allowed = law(node, path, depth, bonus=True) > 0
-                p = jnp.where(allowed & ((p * allowed).sum(-1, keepdims=True) > 0), p, jnp.where(allowed, 1.0, 0.0))
-                p = jnp.where(allowed, p, 0.0)
+                p = jnp.where(law(node, path, depth, bonus=True) > 0, p + 1e-6, 0.0)
             bonus = categorical(p, pick(uniform[:, 1], node))
             return child, bonus
 
         return walk(draft, max_depth, choose)
 
 
+CHAIN, SIBLINGS = TableTree.random(V, 2, "s"), TableTree.random(V, 1, "ss")
 PLANTED_LAWS = {
-    "none": "two drawn",
-    "bonus from the row after the rejection": "chain",
-    "filters on the bonus token only": "chain",
-    "temperature ignored in verification": "chain",
-    "p not updated between siblings": "two drawn",
-    "penalties ignore the path": "chain",
-    "the same randomness every round": "chain",
+    "none": SIBLINGS,
+    "bonus from the row after the rejection": CHAIN,
+    "filters on the bonus token only": CHAIN,
+    "temperature ignored in verification": CHAIN,
+    "p not updated between siblings": SIBLINGS,
+    "penalties ignore the path": CHAIN,
+    "the same randomness every round": CHAIN,
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED_LAWS)
 def test_planted_in_a_law(fault: str) -> None:
-    drafter = TableTree.random(V, 1 if PLANTED_LAWS[fault] == "two drawn" else 2, "ss" if PLANTED_LAWS[fault] == "two drawn" else "s")
     sampling = Sampling(temperature=0.6, top_k=3, frequency_penalty=1.0 if "penalties" in fault else 0.0)
-    result = law_test(TARGET, drafter, law=Wrong(fault), sampling=sampling, prompts=PROMPTS)
+    result = law_test(TARGET, PLANTED_LAWS[fault], law=Wrong(fault), sampling=sampling, prompts=PROMPTS)
     print(f"\n{fault}: distance {result.distance:.4f}, noise {result.noise:.4f}")
     assert result.passed == (fault == "none"), result
 
@@ -300,7 +299,7 @@ def test_exact_law_of_a_transformer_is_that_of_its_forward_pass(scores: Any) -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reference_law_agrees_with_the_library(seed: int) -> None:
-    """The law the tests compare with is written apart from `specjax.sampling`; where they differ one of them is wrong."""
+    """The law the tests compare with is written apart from `specjax.sampling`; where they differ one is wrong."""
     random = np.random.default_rng(seed)
     logits = (2 * random.standard_normal((40, 12))).astype(np.float32)
     tokens = random.integers(0, 12, (40, 9))
@@ -345,5 +344,5 @@ def test_table_model_notices_a_broken_contract() -> None:
 def test_bad_requests() -> None:
     with pytest.raises(specjax.InputError, match="two prompts"):
         law_test(TARGET, prompts=[[1]])
-    with pytest.raises(specjax.InputError, match="families|family"):
+    with pytest.raises(specjax.InputError, match="unknown family"):
         testing.tiny_config("gpt")

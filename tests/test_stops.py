@@ -37,8 +37,10 @@ def test_the_first_of_several_eos_ids_ends_a_row(table: Any, table_text: Any, de
 
 
 def test_stop_strings_that_span_tokens_and_blocks(table: Any, table_text: Any, decode: Any) -> None:
-    """Every window of one to three tokens of a greedy text, and pieces of it that begin and end inside tokens. Ids end
-    with the token that completes the string, text ends before it."""
+    """Windows of one to three tokens of a greedy text, and pieces of it that begin and end inside tokens.
+
+    Ids end with the token that completes the string, text ends before it.
+    """
     tokenizer, replay = table.tokenizer, Replay.of(table_text, K)
     strings = []
     for start in range(0, 22, 2):

@@ -39,13 +39,18 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def make_table(title: str, left: Sequence[str], right: Sequence[str], rows: Sequence[Sequence[str] | None]) -> Table:
-    """A table whose first columns are text and whose others are numbers; a row that is None draws a line."""
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None], text: Sequence[int]) -> Table:
+    """A table of numbers, but for the columns of text; a row that is None draws a line.
+
+    Args:
+        text: places of the columns of text.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
+    for i, name in enumerate(columns):
+        if i in text:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if row is None:
             table.add_section()

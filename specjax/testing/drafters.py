@@ -1,7 +1,7 @@
 """Drafters whose behaviour is known: always right, always wrong, told what to say, and trees of drawn siblings.
 
-They are slow (each peeks at the target) and meant for tests; wrap your own drafter in `Idle` or `Replaced` to see whether
-its state survives rounds that are not its own.
+They are slow (some run the target themselves) and meant for tests; wrap your own drafter in `Idle` or `Replaced` to see
+whether its state survives rounds that are not its own.
 """
 
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class Oracle(Stateless):
 
     Attributes:
         num_draft_tokens: k.
-        decoys: wrong siblings put before every right node, so that only the last of 1 + decoys siblings is right and the
-            accepted path lies scattered in the block.
+        decoys: wrong siblings put before every right node, so that only the last of 1 + decoys siblings is right and
+            the accepted path lies scattered in the block.
         block_sizes: see `Drafter`.
     """
 
@@ -224,8 +224,8 @@ class _Node:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prober:
-    """Wraps a chain drafter and adds three probes to every draft: two that follow the pending token in a chain (beside the
-    nodes), and one below the first node. `memory["logits"]` is what the target said at them in the last round.
+    """Wraps a chain drafter and adds three probes to every draft: a chain of two after the pending token, beside the
+    nodes, and one below the first node. `memory["logits"]` is what the target said at them in the last round.
 
     Attributes:
         drafter: proposes the nodes.
@@ -276,6 +276,8 @@ class Prober:
 
     def update(self, memory: dict[str, Any], round: Round, context: Context) -> dict[str, Any]:
         inner = self.drafter.update(memory["inner"], round, context)
+        assert round.logits is not None  # asked for
+        assert round.draft.probes is not None
         return {"inner": inner, "logits": round.logits[:, -3:], "valid": round.draft.probes.valid}
 
 
@@ -309,7 +311,7 @@ class _Wrapper:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Idle(_Wrapper):
-    """Lets a drafter propose only in every `every`-th round; in the others nothing is proposed, and it only sees `update`.
+    """Lets a drafter propose only in every `every`-th round; in the others it only sees `update`, of an empty draft.
 
     Its state must stay right: `Idle(DraftModel(target))` still has every proposal accepted.
     """

@@ -46,10 +46,10 @@ def reference_law(
     logits: Float[np.ndarray, "V"], tokens: Sequence[int], prompt_length: int, sampling: Sampling
 ) -> Float[np.ndarray, "V"]:
     """The law of the token after `tokens` under `sampling`, by its definition and with full sorts (float64)."""
-    s = sampling
+    s: Any = sampling
     logits = np.array(logits, np.float64)
     for token in set(tokens):
-        logits[token] = logits[token] / s.repetition_penalty if logits[token] > 0 else logits[token] * s.repetition_penalty
+        logits[token] *= 1 / s.repetition_penalty if logits[token] > 0 else s.repetition_penalty
     for token in tokens[prompt_length:]:
         logits[token] -= s.frequency_penalty
     for token in set(tokens[prompt_length:]):

@@ -27,8 +27,8 @@ class TableModel:
     """A target whose logits are a table keyed by the last one or two tokens.
 
     It finds the previous token as a transformer would, by position, in what the cache and the block's mask show it: its
-    keys and values are (token, position). A token that does not see exactly one token at each position up to its own, or
-    a cache slot that holds another position than its own, makes the logits NaN, which the engine reports. So a wrong
+    keys and values are (token, position). A token that does not see exactly one token at each position up to its own,
+    or a cache slot that holds another position than its own, makes the logits NaN, which the engine reports. So a wrong
     mask, position, commit or rollback never goes unnoticed.
 
     Attributes:
@@ -59,8 +59,7 @@ class TableModel:
         length: Int[Array, "B"] | None = None,
         features: Sequence[str] = (),
     ) -> Output:
-        """Forward over a block; see `TargetModel`. The hidden state is (previous token, token, all is well); it is also
-        every feature."""
+        """Forward over a block. The hidden state, and every feature, is (previous token, token, all is well)."""
         before = mask & (positions[:, None, :] == positions[:, :, None] - 1)
         previous = jnp.where(before, tokens[:, None, :], 0).sum(-1)
         number = before.sum(-1)
@@ -68,6 +67,7 @@ class TableModel:
         seen = jnp.stack([mask.sum(-1), places.sum(-1), (places**2).sum(-1)])
         sound = jnp.ones(tokens.shape, bool)
         if cache is not None:
+            assert length is not None
             slots = jnp.arange(cache.capacity)
             real = slots < length[:, None]
             cached_token, cached_position = cache.keys[0][:, 0, :, 0], cache.keys[0][:, 0, :, 1]
@@ -84,7 +84,7 @@ class TableModel:
         previous = jnp.where(p > 0, previous, tokens)
         hidden = jnp.stack([previous, tokens, sound], axis=-1).astype(jnp.float32)
         key = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
-        return Output(hidden, KVCache((key,), (key,)), {name: hidden for name in features})
+        return Output(hidden, KVCache((key,), (key,)), dict.fromkeys(features, hidden))
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         index = hidden.astype(jnp.int32)
@@ -101,9 +101,7 @@ class TableModel:
         return exact_law(self, prompt, n, sampling)
 
 
-def tiny_config(
-    family: str = "llama", vocab_size: int = 64, max_positions: int = 512, **changes: Any
-) -> ModelConfig:
+def tiny_config(family: str = "llama", vocab_size: int = 64, max_positions: int = 512, **changes: Any) -> ModelConfig:
     """The configuration of a tiny model of a family, with what real ones have: grouped queries, head_dim unequal to
     hidden_size / heads, a window of 8 tokens where the family has one, experts for "qwen3_moe".
 
@@ -144,8 +142,10 @@ def tiny_config(
 def tiny_model(
     family: str = "llama", seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.3, **config: Any
 ) -> Decoder:
-    """A random decoder of `tiny_config(family, **config)`, norm weights included. At the default scale its greedy text is
-    varied, and its two best logits are rarely close."""
+    """A random decoder of `tiny_config(family, **config)`, norm weights included.
+
+    At the default scale its greedy text is varied, and its two best logits are rarely close.
+    """
     return Decoder.random(tiny_config(family, **config), seed, dtype, scale)
 
 

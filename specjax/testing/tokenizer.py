@@ -1,4 +1,4 @@
-"""A tokenizer for tests: 64 ids whose texts overlap, so that stop strings span tokens, and characters span tokens too."""
+"""A tokenizer for tests: 64 ids whose texts overlap, so that stop strings and characters span tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _WORDS = ("and", "ing", " to ", "  ", "ca", "zzz")
 class TinyTokenizer:
     """Has what specjax asks of a tokenizer. Ids 0 to 3 are special: `<pad>`, `<bos>`, `<eos>`, `<turn>`.
 
-    Greedy longest match on bytes; unknown bytes are left out. The methods are those of `specjax.models.tokenizer.Tokenizer`.
+    Greedy longest match on bytes; unknown bytes are left out. The methods are those of `models.tokenizer.Tokenizer`.
     """
 
     specials = ("<pad>", "<bos>", "<eos>", "<turn>")

@@ -26,10 +26,12 @@ def test_greedy(shared: bool, check_greedy: Any) -> None:
     assert {len(r.accepted) for row in out.trace for r in row} >= {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_greedy_alone(check_greedy: Any) -> None:
     check_greedy(Medusa(heads(), TREE, block_sizes=(8,)), [[5, 6, 5]])
 
 
+@pytest.mark.slow  # deterministic trees under this law are tested with EAGLE too
 def test_law(check_law: Any) -> None:
     check_law(Medusa(heads(5), TREE, block_sizes=(8,)))
 

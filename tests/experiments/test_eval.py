@@ -15,6 +15,7 @@ Command = Callable[..., tuple[int, str, str]]
 ONE_TURN = [{"question_id": i, "category": "ab"[i % 2], "turns": [text]} for i, text in enumerate(
     ["abcd abcd abcd", "the cat and the other cat", "bcd bcd abc", "in the end", "on and on and on"]
 )]  # fmt: skip
+LOOKUP = ("--drafters", "prompt-lookup:k=2,min_ngram=1")
 TWO_TURNS = [
     {"question_id": "x", "category": "chat", "turns": ["abcabcabc", "again"]},
     {"question_id": "y", "category": "chat", "turns": ["the end"]},
@@ -32,7 +33,7 @@ def evaluated(loaded: specjax.Target, command: Command, tmp_path: Path) -> Calla
 
     def run(rows: list[dict[str, Any]], *arguments: object) -> tuple[dict[str, Any], str]:
         file = write(tmp_path / "prompts.jsonl", rows)
-        options = ["--prompts", file, "--max-new-tokens", 24, "--output", tmp_path / "out", *arguments]
+        options = ["--prompts", file, "--max-new-tokens", 24, "--output", tmp_path / "out", *LOOKUP, *arguments]
         code, out, err = command(script.main, *options)
         assert code == 0, err
         assert [f.name for f in (tmp_path / "out").iterdir()] == ["results.json"]
@@ -44,13 +45,13 @@ def evaluated(loaded: specjax.Target, command: Command, tmp_path: Path) -> Calla
 def test_greedy_run(evaluated: Any):
     results, out = evaluated(ONE_TURN)
     runs = {(row["task"], row["drafter"]): row for row in results["runs"]}
-    assert list(runs) == [(t, d) for t in "ab" for d in ("plain", "prompt-lookup:k=8")]
+    assert list(runs) == [(t, d) for t in "ab" for d in ("plain", LOOKUP[1])]
     for row in runs.values():
         assert row["matches_plain"] is True
         assert row["tokens_per_second"] == pytest.approx(row["new_tokens"] / row["seconds"])
-    assert runs["a", "plain"]["new_tokens"] == runs["a", "prompt-lookup:k=8"]["new_tokens"]
+    assert runs["a", "plain"]["new_tokens"] == runs["a", LOOKUP[1]]["new_tokens"]
     assert runs["a", "plain"]["draft_cost"] is None
-    assert runs["a", "prompt-lookup:k=8"]["draft_cost"] >= 0
+    assert runs["a", LOOKUP[1]]["draft_cost"] >= 0
     assert [row["task"] for row in results["totals"]] == ["all", "all"]
     assert results["provenance"]["command"].startswith("python script.py --prompts")
     assert results["settings"]["max_new_tokens"] == 24
@@ -60,7 +61,7 @@ def test_greedy_run(evaluated: Any):
         assert plain["token_ids"] == lookup["token_ids"]
         assert [t for r in lookup["rounds"] for t in r["committed"]] == lookup["token_ids"]
         assert all(r["proposed"] == [] for r in plain["rounds"])
-    assert "prompt-lookup:k=8" in out
+    assert LOOKUP[1] in out
     assert "accepted / proposed" in out
 
 
@@ -117,7 +118,7 @@ def test_a_draft_model_of_the_same_weights_is_always_accepted(evaluated: Any):
 
 def test_trace_prints_every_round(evaluated: Any):
     results, out = evaluated(ONE_TURN[:1], "--trace")
-    assert "a 0, turn 1, prompt-lookup:k=8" in out
+    assert f"a 0, turn 1, {LOOKUP[1]}" in out
     rounds = sum(len(o["rounds"]) for o in results["prompts"][0]["outputs"])
     assert sum("  block " in line for line in out.splitlines()) == rounds
 
@@ -136,7 +137,9 @@ def test_another_text_than_plain_decodings_is_a_fault(
 
     monkeypatch.setattr(specjax, "generate", wrong)
     file = write(tmp_path / "p.jsonl", ONE_TURN[:1])
-    code, out, err = command(script.main, "--prompts", file, "--max-new-tokens", 24, "--output", tmp_path / "o")
+    code, out, err = command(
+        script.main, "--prompts", file, "--max-new-tokens", 24, "--output", tmp_path / "o", *LOOKUP
+    )
     assert code == 1
     assert "1 FAULTS" in out
     assert "FAULT at new token 3" in out
