@@ -1,4 +1,8 @@
-"""The round: propose, verify, accept, commit. One step function, driven by a compiled loop (`run`) or by the host."""
+"""The round: propose, verify, accept, commit. One step function, driven by a compiled loop (`run`) or by the host.
+
+These functions compute in the matmul precision that is set; `Job` sets "highest" for float32, which exactness needs on
+accelerators.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,8 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, take, write
+from specjax.errors import InputError
 from specjax.laws import Law, Path
 from specjax.models.interface import TargetModel
+from specjax.models.prefill import padded_length
 from specjax.models.prefill import prefill as fill
 from specjax.sampling import Rules, distribution, process
 from specjax.state import (
@@ -72,7 +78,8 @@ def prefill(
     """The state before the first round: everything of the prompt but its last token is in the cache.
 
     Args:
-        tokens: left-aligned prompts. S is the capacity of text and cache: at least `capacity(longest, limit, drafter)`.
+        tokens: left-aligned prompts. S is the capacity of text and cache: at least `capacity(limit, drafter)` for the
+            largest limit, and `models.prefill.padded_length(longest)`; `job.lay_out` makes it so.
         prompt_length: at least 1.
         limit: length at which each row ends.
         key: one PRNG key a row.
@@ -82,6 +89,8 @@ def prefill(
         trace_rounds: rounds to keep in the trace; 0 for none.
     """
     batch, size = tokens.shape
+    if size < max(padded_length(longest), capacity(longest + 1, drafter)):
+        raise InputError(f"tokens: {size} slots are too few for prompts of {longest + 1}; see `job.lay_out`")
     cache, features = fill(model, tokens, longest, size, drafter.features)
     depth, nodes = drafter.max_depth, drafter.num_nodes
     trace = None

@@ -14,7 +14,8 @@ from specjax.metrics import Stats
 from specjax.models.target import Target
 from specjax.requests import Prompt
 from specjax.sampling import Sampling
-from specjax.state import BROKEN, FINISH_REASONS, STOP_STRING, Counters, DecodeState, Drafter
+from specjax.state import BROKEN, FINISH_REASONS, Counters, DecodeState, Drafter
+from specjax.text import certain_text, final_text
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def generate(
     return Generation(
         prompt_ids=ids,
         token_ids=new,
-        texts=[_final_text(target, n, job.stop, int(f)) for n, f in zip(new, finish, strict=True)],
+        texts=[final_text(target.tokenizer, n, job.stop) for n in new],
         finish_reasons=[FINISH_REASONS[int(f)] for f in finish],
         stats=Stats.total(rows),
         row_stats=rows,
@@ -155,7 +156,7 @@ def stream(
 
 
 def _pieces(job: Job) -> Iterator[Piece]:
-    target, ids, strings = job.target, job.prompt_ids, job.stop
+    tokenizer, ids = job.target.tokenizer, job.prompt_ids
     state = job.prefill()
     shown = [0] * len(ids)
     done = np.array([len(p) for p in ids])
@@ -167,7 +168,7 @@ def _pieces(job: Job) -> Iterator[Piece]:
         for i in np.flatnonzero(length > done):
             new = tokens[i, len(ids[i]) : length[i]].tolist()
             ended = int(finish[i]) != 0
-            text = _final_text(target, new, strings, int(finish[i])) if ended else _certain_text(target, new, strings)
+            text = (final_text if ended else certain_text)(tokenizer, new, job.stop)
             yield Piece(
                 row=int(i),
                 token_ids=tokens[i, done[i] : length[i]].tolist(),
@@ -220,25 +221,6 @@ def read_trace(state: DecodeState) -> list[list[Round]]:
             )
         rows.append(rounds)
     return rows
-
-
-def _final_text(target: Target, ids: list[int], strings: list[str], finish: int) -> str:
-    if target.tokenizer is None:
-        return ""
-    text = target.tokenizer.decode(ids)
-    if finish == STOP_STRING:
-        found = [at for at in (text.find(s) for s in strings) if at >= 0]
-        text = text[: min(found)] if found else text
-    return text
-
-
-def _certain_text(target: Target, ids: list[int], strings: list[str]) -> str:
-    """The text so far, without what the next token may still change: half a character, the start of a stop string."""
-    if target.tokenizer is None:
-        return ""
-    text = target.tokenizer.decode(ids).rstrip("\ufffd")
-    held = max((n for s in strings for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-    return text[: len(text) - held]
 
 
 def _refuse_broken(finish: np.ndarray, length: np.ndarray) -> None:

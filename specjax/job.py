@@ -8,6 +8,7 @@ while state.running.any():
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -19,11 +20,13 @@ from specjax.drafters.check import check_drafter
 from specjax.drafters.plain import Plain
 from specjax.laws import Law
 from specjax.models.prefill import padded_length
+from specjax.models.sharding import over_mesh
 from specjax.models.target import Target
+from specjax.models.tokenizer import Tokenizer
 from specjax.requests import Prompt, choose_law, encode, row_keys, stop_strings, token_limit
 from specjax.sampling import Sampling
 from specjax.state import DecodeState, Drafter, StepInfo
-from specjax.stops import make_stops
+from specjax.stops import Stops, make_stops
 
 BUCKET = 128  # text and cache capacities are rounded up to it: masked attention still reads all of them
 
@@ -43,7 +46,7 @@ class Job:
     drafter: Drafter
     law: Law
     prompt_ids: list[list[int]]
-    stop: list[str]
+    stop: tuple[str, ...]
     arguments: dict[str, Any]
 
     def prefill(self) -> DecodeState:
@@ -78,34 +81,46 @@ def prepare(
     trace: bool = False,
 ) -> Job:
     """Check a request and lay it out; the arguments are those of `generate`."""
-    drafter = drafter or Plain()
-    check_drafter(drafter, target)
+    drafter = Plain() if drafter is None else drafter
     ids = encode(target, prompts)
+    check_drafter(drafter, target)
     limits, context_ends = token_limit(target, ids, max_new_tokens)
-    rules = (Sampling() if sampling is None else sampling).rules(len(ids))
+    rules = Sampling.rules(Sampling() if sampling is None else sampling, len(ids))
     strings = stop_strings(stop)
-    token_bytes = target.tokenizer.token_bytes() if strings and target.tokenizer is not None else None
+    rows = lay_out(ids, limits, drafter, BUCKET) | {
+        "context_ends": jnp.array(context_ends),
+        "rules": rules,
+        "key": row_keys(seed, len(ids)),
+    }
+    arguments = over_mesh(target.model, rows) | {
+        "stops": _stops(target.tokenizer, strings, target.eos_token_ids, target.model.vocab_size),
+        "logprobs": logprobs,
+        "trace_rounds": max(limit - len(p) for limit, p in zip(limits, ids, strict=True)) if trace else 0,
+    }
+    return Job(target, drafter, choose_law(law, rules), ids, strings, arguments)
 
+
+def lay_out(ids: Sequence[Sequence[int]], limits: Sequence[int], drafter: Drafter, bucket: int = 1) -> dict[str, Any]:
+    """The prompts as `decode.prefill` takes them: left-aligned, in a capacity rounded up to whole buckets."""
     longest = max(len(p) for p in ids) - 1
     longest = padded_length(longest) if longest else 0
     size = max(decode.capacity(max(limits), drafter), longest)
-    size = -(-size // BUCKET) * BUCKET
-    tokens = np.zeros((len(ids), size), np.int32)
-    for i, p in enumerate(ids):
-        tokens[i, : len(p)] = p
-    arguments = {
+    tokens = np.zeros((len(ids), -(-size // bucket) * bucket), np.int32)
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
+    return {
         "tokens": jnp.asarray(tokens),
         "prompt_length": jnp.array([len(p) for p in ids], jnp.int32),
         "limit": jnp.array(limits, jnp.int32),
-        "context_ends": jnp.array(context_ends),
-        "rules": rules,
-        "stops": make_stops(target.eos_token_ids, strings, token_bytes, target.model.vocab_size),
-        "key": row_keys(seed, len(ids)),
         "longest": longest,
-        "logprobs": logprobs,
-        "trace_rounds": max_new_tokens if trace else 0,
     }
-    return Job(target, drafter, choose_law(law, rules), ids, strings, arguments)
+
+
+@lru_cache(maxsize=8)
+def _stops(tokenizer: Tokenizer | None, strings: tuple[str, ...], eos: tuple[int, ...], vocab_size: int) -> Stops:
+    """`make_stops`, kept: its table takes a while, and is the same for every batch of a run."""
+    token_bytes = tokenizer.token_bytes() if strings and tokenizer is not None else None
+    return make_stops(eos, strings, token_bytes, vocab_size)
 
 
 _prefill = jax.jit(decode.prefill, static_argnames=("longest", "logprobs", "trace_rounds"))

@@ -220,7 +220,10 @@ def _edit(logits: Float[Array, "B V"], rules: Rules, text: Text | None) -> Float
         logits = jnp.where(seen > 0, repeated, logits)
         logits -= rules.frequency_penalty[:, None] * count + jnp.where(count > 0, rules.presence_penalty[:, None], 0)
     for processor in rules.processors:
-        logits = jax.vmap(processor)(logits, text.tokens, text.length).astype(jnp.float32)
+        edited = jax.vmap(processor)(logits, text.tokens, text.length)
+        if edited.shape != logits.shape:
+            raise InputError(f"processor {processor!r} returned {edited.shape[1:]}; expected {logits.shape[1:]}")
+        logits = edited.astype(jnp.float32)
     return logits
 
 
@@ -310,10 +313,14 @@ def _columns(sampling: Sampling, batch: int) -> dict[str, np.ndarray]:
         "top_k": ("a whole number, 0 (off) or more", lambda x: (x >= 0) & (x == np.floor(x))),
         "top_p": ("above 0 and at most 1", lambda x: (x > 0) & (x <= 1)),
         "min_p": ("from 0 to 1", lambda x: (x >= 0) & (x <= 1)),
-        "repetition_penalty": ("above 0", lambda x: x > 0),
+        "repetition_penalty": ("above 0", lambda x: x >= np.finfo(np.float32).tiny),
         "frequency_penalty": ("a finite number", np.isfinite),
         "presence_penalty": ("a finite number", np.isfinite),
     }
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling: expected specjax.Sampling(…), got {sampling!r}")
+    if not isinstance(sampling.processors, tuple | list):
+        raise InputError(f"sampling: processors must be a tuple of functions, got {sampling.processors!r}")
     columns = {}
     for name, (expected, holds) in limits.items():
         given = getattr(sampling, name)

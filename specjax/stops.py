@@ -57,8 +57,20 @@ def make_stops(
         raise InputError(f"stop: expected non-empty strings, got {list(strings)!r}")
     if token_bytes is None:
         raise InputError("stop strings need a tokenizer, and this target has none; name EOS ids instead")
-    step = byte_automaton([s.encode() for s in strings])
+    try:
+        spelled = [s.encode() for s in strings]
+    except UnicodeEncodeError as error:
+        raise InputError(f"stop: {error.object!r} is not text that can be encoded; give another string") from None
+    if (size := 4 * sum(map(len, spelled)) * vocab_size) > LARGEST_TABLE:
+        raise InputError(
+            f"stop: these strings need a table of {size / 1e6:.0f} MB; give at most "
+            f"{LARGEST_TABLE // (4 * vocab_size)} bytes of stop strings in all"
+        )
+    step = byte_automaton(spelled)
     return Stops(jnp.asarray(ids), jnp.asarray(token_automaton(step, token_bytes, vocab_size)))
+
+
+LARGEST_TABLE = 256_000_000  # bytes
 
 
 def byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
@@ -92,16 +104,13 @@ def byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
 
 def token_automaton(step: np.ndarray, token_bytes: Sequence[bytes], vocab_size: int) -> np.ndarray:
     """`[Q, V]` next states over whole tokens, Q rounded up to a multiple of 16. Ids past the tokenizer add no bytes."""
-    longest = max((len(b) for b in token_bytes), default=0)
-    padded = np.full((vocab_size, max(longest, 1)), -1, np.int32)
-    for token, text in enumerate(token_bytes[:vocab_size]):
-        padded[token, : len(text)] = list(text)
-    states = -(-len(step) // 16) * 16
-    table = np.zeros((states, vocab_size), np.int32)
-    for start in range(len(step)):
-        state = np.full(vocab_size, start, np.int32)
-        for column in padded.T:
-            moved = step[np.maximum(state, 0), np.maximum(column, 0)]
-            state = np.where((column < 0) | (state < 0), state, moved)
-        table[start] = state
+    lengths = np.zeros(vocab_size, np.int32)
+    lengths[: len(token_bytes)] = [len(text) for text in token_bytes[:vocab_size]]
+    table = np.repeat(np.arange(-(-len(step) // 16) * 16, dtype=np.int32)[:, None], vocab_size, axis=1)
+    table[len(step) :] = 0
+    for place in range(lengths.max(initial=0)):
+        ids = np.flatnonzero(lengths > place)  # fewer and fewer: most tokens are short
+        bytes_here = np.array([token_bytes[i][place] for i in ids])
+        state = table[: len(step), ids]
+        table[: len(step), ids] = np.where(state < 0, -1, step[np.maximum(state, 0), bytes_here])
     return table

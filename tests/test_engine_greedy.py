@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -114,7 +116,7 @@ def test_transformer(name: str, tiny: Any, cousin: Any, tiny_text: Any, decode: 
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "mistral", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3", "qwen3_moe"))]
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in testing.FAMILIES if f != "gemma3")]
 )
 def test_families(family: str, decode: Any) -> None:
     """Trees under sliding windows, norms on both sides, experts."""
@@ -130,13 +132,31 @@ def test_bfloat16_forks_only_at_near_ties(prompts: Any, decode: Any, scores: Any
     """Blocks of different size round differently; every token is still within rounding of the best one."""
     target = testing.tiny_target(testing.tiny_model(dtype="bfloat16"))
     assert target.dtype == "bfloat16"
-    for drafter in (None, LOOKUP):
-        out = decode(target, drafter)
-        logits = scores(target.model, [p + t for p, t in zip(prompts, out.token_ids, strict=True)])
-        for row, prompt, ids in zip(logits, prompts, out.token_ids, strict=True):
-            at = np.arange(len(prompt) - 1, len(prompt) + len(ids) - 1)
-            gap = row[at].max(-1) - row[at, ids]
-            assert gap.max() < 0.02 * np.abs(row).max()
+    out = decode(target, LOOKUP)
+    logits = scores(target.model, [p + t for p, t in zip(prompts, out.token_ids, strict=True)])
+    for row, prompt, ids in zip(logits, prompts, out.token_ids, strict=True):
+        at = np.arange(len(prompt) - 1, len(prompt) + len(ids) - 1)
+        gap = row[at].max(-1) - row[at, ids]
+        assert gap.max() < 0.02 * np.abs(row).max()
+    assert out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("drafter", ["replay", "draft model"])
+def test_the_stated_capacity_is_enough(drafter: str, table: Any, table_text: Any, prompts: Any) -> None:
+    """By the public functions, without `generate`'s rounding up: nothing is clamped at the end of text and cache."""
+    chosen = Replay.of(table_text, 16) if drafter == "replay" else specjax.DraftModel(table, 4)
+    lengths = jnp.array([len(p) for p in prompts], jnp.int32)
+    limits = jnp.array([30, 33, 31, 29], jnp.int32)
+    size = specjax.decode.capacity(33, chosen)
+    tokens = jnp.array([p + [0] * (size - len(p)) for p in prompts], jnp.int32)
+    rules, stops = specjax.Sampling().rules(4), specjax.stops.make_stops((), (), None, 64)
+    key = jax.random.split(jax.random.key(0), 4)
+    state = specjax.prefill(table.model, chosen, tokens, lengths, limits, rules, stops, key, longest=16)
+    state = jax.jit(specjax.run, static_argnums=2)(table.model, chosen, specjax.Greedy(), state)
+    assert state.length.tolist() == limits.tolist()
+    for row, prompt, text, limit in zip(state.tokens.tolist(), prompts, table_text, limits.tolist(), strict=True):
+        assert row[:limit] == (prompt + text)[:limit]
+    assert (state.counters.proposed == state.counters.accepted).all()
 
 
 def check_trace(out: specjax.Generation) -> None:

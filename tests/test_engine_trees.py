@@ -81,6 +81,18 @@ def test_the_cache_holds_the_accepted_path(tiny: Any, prompts: Any) -> None:
         check_cache(tiny, state)
 
 
+def test_prefill_in_chunks() -> None:
+    """A prompt longer than one chunk, under a window: cache and features are those of one forward pass."""
+    model = testing.tiny_model("mistral")
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 300)))
+    cache, features = jax.jit(prefill, static_argnums=(2, 3, 4))(model, tokens, 299, 520, ("hidden",))
+    positions = jnp.broadcast_to(jnp.arange(300), (2, 300))
+    whole = jax.jit(model.__class__.__call__)(model, tokens, positions, jnp.tril(jnp.ones((2, 300, 300), bool)))
+    np.testing.assert_allclose(features["hidden"][:, :299], whole.hidden[:, :299], atol=1e-4)
+    for found, expected in zip(jax.tree.leaves(cache), jax.tree.leaves(whole.block), strict=True):
+        np.testing.assert_allclose(found[:, :, :299], expected[:, :, :299], atol=1e-4)
+
+
 def test_positions_have_no_gap_over_many_rounds(table: Any, table_text: Any, prompts: Any) -> None:
     """Over many rounds with mixed accept counts the cache's slots hold positions 0, 1, 2, … and the text's tokens."""
     random = np.random.default_rng(1)

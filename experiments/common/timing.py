@@ -46,6 +46,12 @@ def per_step(loop: Callable[[int], Any], steps: int) -> float:
     return (seconds_of(lambda: loop(steps)) - seconds_of(lambda: loop(0))) / steps
 
 
+def excess(measure: Callable[[], float], base: Callable[[], float]) -> float:
+    """What `measure` says above `base`, which is asked right before and right after it."""
+    before, value, after = base(), measure(), base()
+    return value - (before + after) / 2
+
+
 def in_turns(
     measures: Mapping[str, Callable[[], float]], repetitions: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, list[float]]:

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, write
-from specjax.errors import InputError
+from specjax.errors import InputError, check_block_sizes, check_whole
 from specjax.models.interface import TargetModel
 from specjax.models.prefill import prefill
 from specjax.models.target import Target
-from specjax.models.tokenizer import Tokenizer
+from specjax.models.tokenizer import Tokenizer, compare
 from specjax.sampling import argmax, categorical, distribution
 from specjax.state import Context, Round, static
 from specjax.trees import Draft, chain
@@ -68,8 +68,10 @@ class DraftModel:
     wants_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 0:
-            raise InputError(f"num_draft_tokens: expected 0 or more, got {self.num_draft_tokens}")
+        check_whole("num_draft_tokens", self.num_draft_tokens, 0)
+        check_block_sizes(self.block_sizes)
+        if self.model is None or isinstance(self.model, str):
+            raise InputError(f"model: expected what specjax.load returns, got {self.model!r}")
         if isinstance(self.model, Target):
             object.__setattr__(self, "tokenizer", self.model.tokenizer)
             object.__setattr__(self, "model", self.model.model)
@@ -85,7 +87,7 @@ class DraftModel:
     def init(self, context: Context, features: dict[str, Any], longest: int) -> Memory:
         batch, size = context.tokens.shape
         cache, _ = prefill(self.model, context.tokens, longest, size)
-        fed = jnp.zeros((batch, self.num_draft_tokens), jnp.int32)
+        fed = jnp.full((batch, self.num_draft_tokens), -1, jnp.int32)  # nothing yet, and -1 is no token
         return Memory(cache, context.length - 1, fed, context.length - 1)
 
     def propose(self, memory: Memory, context: Context) -> tuple[Draft, Memory]:
@@ -149,6 +151,24 @@ class DraftModel:
         start = (memory.cache, memory.valid, jnp.zeros((batch, 1, shape.shape[-1]), shape.dtype))
         cache, _, hidden = jax.lax.while_loop(lambda carry: (carry[1] < context.length).any(), body, start)
         return cache, hidden
+
+    def check(self, target: Target) -> None:
+        """Raise InputError, saying what differs, if this model has another vocabulary than the target."""
+        if self.tokenizer is None or target.tokenizer is None:
+            if self.model.vocab_size != target.model.vocab_size:
+                raise InputError(
+                    f"the draft model has {self.model.vocab_size} tokens and the target {target.model.vocab_size}, and "
+                    "there are no tokenizers to compare; use a draft model of the same vocabulary"
+                )
+            return
+        first = compare(target.tokenizer, self.tokenizer)
+        if first is not None:
+            tokens = target.tokenizer.tokens()
+            there = repr(tokens[first]) if first < len(tokens) else "none"
+            raise InputError(
+                f"the draft model has another vocabulary than the target: they differ first at token id {first} "
+                f"({there} in the target); use a draft model of the same tokenizer"
+            )
 
     def update(self, memory: Memory, round: Round, context: Context) -> Memory:
         """Keep the fed tokens that the committed text now agrees with."""

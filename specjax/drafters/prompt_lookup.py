@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from specjax.errors import InputError
+from specjax.errors import InputError, check_block_sizes, check_whole
 from specjax.state import Context, Round, static
 from specjax.trees import Draft, chain
 
@@ -23,14 +23,14 @@ class PromptLookup:
 
     Attributes:
         num_draft_tokens: k, tokens in a draft at most.
-        max_ngram, min_ngram: lengths of the n-gram looked for, the longest first.
+        max_ngram, min_ngram: lengths of the n-gram looked for, the longest first; the shortest is 2 unless said.
         window: only the last `window` tokens of the text are searched; None for all.
         block_sizes: see `Drafter`.
     """
 
     num_draft_tokens: int = static(default=8)
     max_ngram: int = static(default=4)
-    min_ngram: int = static(default=2)
+    min_ngram: int = static(default=None)
     window: int | None = static(default=None)
     block_sizes: tuple[int, ...] | None = static(default=None)
 
@@ -39,12 +39,16 @@ class PromptLookup:
     wants_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 0:
-            raise InputError(f"num_draft_tokens: expected 0 or more, got {self.num_draft_tokens}")
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise InputError(f"expected 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
-        if self.window is not None and self.window < 1:
-            raise InputError(f"window: expected at least 1 token, or None for the whole text, got {self.window}")
+        check_whole("num_draft_tokens", self.num_draft_tokens, 0)
+        check_whole("max_ngram", self.max_ngram, 1)
+        if self.min_ngram is None:
+            object.__setattr__(self, "min_ngram", min(2, self.max_ngram))
+        check_whole("min_ngram", self.min_ngram, 1)
+        if self.min_ngram > self.max_ngram:
+            raise InputError(f"min_ngram: expected at most max_ngram, which is {self.max_ngram}, got {self.min_ngram}")
+        if self.window is not None:
+            check_whole("window", self.window, 1)
+        check_block_sizes(self.block_sizes)
 
     @property
     def num_nodes(self) -> int:

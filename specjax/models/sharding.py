@@ -34,3 +34,22 @@ def place(value: np.ndarray, dtype: Any, axes: tuple[str | None, ...], mesh: Mes
     # `jax.make_mesh` gives explicit axes by default; here the compiler finds the shardings in between (automatic axes)
     sharding = NamedSharding(Mesh(mesh.devices, mesh.axis_names), spec(value.shape, axes, mesh))
     return jax.device_put(np.asarray(value).astype(jnp.dtype(dtype)), sharding)
+
+
+def over_mesh(model: Any, rows: Any) -> Any:
+    """Batch arrays `[B, …]` split over the mesh that the model's weights lie on; as they are where there is none.
+
+    What decoding makes of them, the cache too, is split alike by the compiler.
+    """
+    placed = next((x.sharding for x in jax.tree.leaves(model) if isinstance(x.sharding, NamedSharding)), None)
+    if placed is None:
+        return rows
+    mesh = placed.mesh
+
+    def split(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.ndim == 0:
+            return x
+        axes = ("batch", *[None] * (x.ndim - 1))
+        return jax.device_put(x, NamedSharding(mesh, spec(x.shape, axes, mesh)))
+
+    return jax.tree.map(split, rows)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,10 @@ class Tokenizer:
         A token may end inside a character. A space that a SentencePiece decoder strips from the very beginning of a
         text is included.
         """
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
         spell = _speller(json.loads(self.backend.backend_tokenizer.to_str())["decoder"], self.source)
         special = {i for i, added in self.backend.added_tokens_decoder.items() if added.special}
         return [b"" if i in special else spell(token) for i, token in enumerate(self._table)]
@@ -140,6 +144,7 @@ class Tokenizer:
         return table
 
 
+@lru_cache(maxsize=8)
 def compare(a: Tokenizer, b: Tokenizer) -> int | None:
     """The first id at which two tokenizers differ; None when they agree.
 

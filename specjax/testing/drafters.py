@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.drafters.check import check_drafter
+from specjax.models.target import Target
 from specjax.sampling import argmax, categorical
 from specjax.state import Context, Drafter, Round, static
 from specjax.trees import Draft, Probes, chain, order
@@ -286,6 +288,9 @@ class _Wrapper:
     """What `Idle` and `Replaced` share: everything is the wrapped drafter's."""
 
     drafter: Drafter
+
+    def check(self, target: Target) -> None:
+        check_drafter(self.drafter, target)
 
     @property
     def num_nodes(self) -> int:

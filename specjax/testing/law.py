@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from specjax import decode
 from specjax.drafters.check import check_drafter
 from specjax.drafters.plain import Plain
-from specjax.errors import InputError, SpecjaxError
+from specjax.errors import InputError, SpecjaxError, check_whole
+from specjax.job import lay_out
 from specjax.laws import Law
-from specjax.models.prefill import padded_length
 from specjax.models.target import Target
 from specjax.requests import choose_law
 from specjax.sampling import Sampling
@@ -81,6 +81,8 @@ def law_test(
         rows: batch size.
         exact: the law to compare with, one array `[V] * num_tokens` a prompt; None: `exact_law` finds it.
     """
+    check_whole("samples", samples, 1)
+    check_whole("rows", rows, 1)
     target = target if isinstance(target, Target) else tiny_target(target)
     size = target.model.vocab_size
     drafter = Plain() if drafter is None else drafter
@@ -145,19 +147,10 @@ def _batch(prompts: list[list[int]], copies: int, num_tokens: int, drafter: Draf
 
     The limit leaves room for a whole draft and its bonus token behind the last token that is looked at.
     """
-    lengths = np.array([len(p) for p in prompts], np.int32)
-    limits = lengths + num_tokens + drafter.max_depth
-    longest = padded_length(int(lengths.max()) - 1) if lengths.max() > 1 else 0
-    tokens = np.zeros((len(prompts), max(decode.capacity(int(limits.max()), drafter), longest)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return {
-        "tokens": jnp.asarray(np.repeat(tokens, copies, axis=0)),
-        "prompt_length": jnp.asarray(np.repeat(lengths, copies)),
-        "limit": jnp.asarray(np.repeat(limits, copies)),
-        "key": jax.random.split(jax.random.key(0), len(prompts) * copies),
-        "longest": longest,
-    }
+    batch = lay_out(prompts, [len(p) + num_tokens + drafter.max_depth for p in prompts], drafter)
+    longest = batch.pop("longest")
+    batch = {name: jnp.repeat(rows, copies, axis=0) for name, rows in batch.items()}
+    return batch | {"longest": longest, "key": jax.random.split(jax.random.key(0), len(prompts) * copies)}
 
 
 def _compare(

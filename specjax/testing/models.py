@@ -79,7 +79,9 @@ class TableModel:
             places = jnp.where(real, slots, 0)[:, None, :]
             seen = seen + jnp.stack([real.sum(-1, keepdims=True), places.sum(-1), (places**2).sum(-1)])
         p = positions
-        expected = jnp.stack([p + 1, p * (p + 1) // 2, p * (p + 1) * (2 * p + 1) // 6])
+        half, odd = p * (p + 1) // 2, 2 * p + 1  # one of the two is divisible by 3: divide before the product wraps
+        squares = jnp.where(half % 3 == 0, half // 3 * odd, half * (odd // 3))
+        expected = jnp.stack([p + 1, half, squares])
         sound = sound & (seen == expected).all(0) & (number == (p > 0))
         previous = jnp.where(p > 0, previous, tokens)
         hidden = jnp.stack([previous, tokens, sound], axis=-1).astype(jnp.float32)

@@ -151,7 +151,8 @@ def logits(model: Any, ids: np.ndarray) -> np.ndarray:
 
 def save(model: Any, folder: Path, dtype: str) -> None:
     """As a Hugging Face directory, without what a generation needs. The model is of no use afterwards: its rotary
-    frequencies have been rounded with the weights."""
+    frequencies have been rounded with the weights.
+    """
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
 
