@@ -86,7 +86,7 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 def row_keys(seed: int | Sequence[int], batch: int) -> Any:
     """One PRNG key a row. From one seed, row i takes stream i; with a seed per prompt its place does not matter."""
     one = isinstance(seed, int | np.integer)
-    seeds = [seed] * batch if one else seed
+    seeds: Any = [seed] * batch if one else seed
     if isinstance(seeds, str) or not isinstance(seeds, Sequence | np.ndarray) or len(seeds) != batch:
         raise InputError(f"seed: expected a whole number, or one for each of {batch} prompts, got {seed!r}")
     for value in seeds:

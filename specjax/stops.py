@@ -110,7 +110,7 @@ def token_automaton(step: np.ndarray, token_bytes: Sequence[bytes], vocab_size: 
     table[len(step) :] = 0
     for place in range(lengths.max(initial=0)):
         ids = np.flatnonzero(lengths > place)  # fewer and fewer: most tokens are short
-        bytes_here = np.array([token_bytes[i][place] for i in ids])
+        bytes_here = np.array([token_bytes[int(i)][place] for i in ids])
         state = table[: len(step), ids]
         table[: len(step), ids] = np.where(state < 0, -1, step[np.maximum(state, 0), bytes_here])
     return table

@@ -85,7 +85,7 @@ def test_bad_drafters(make: Any) -> None:
 
 
 def test_a_target_is_what_load_returns(target: specjax.Target) -> None:
-    with pytest.raises(InputError, match="expected what specjax.load returns"):
+    with pytest.raises(InputError, match=r"expected what specjax\.load returns"):
         specjax.generate(target.model, [[1]])
 
 

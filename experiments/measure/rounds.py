@@ -1,18 +1,21 @@
 """Whole rounds, against the target pass that is in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from common.timing import per_step
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax import Context, DecodeState, Draft, Drafter, PromptLookup, decode
+from specjax.cache import KVCache
 from specjax.laws import Law
-from specjax.models.interface import TargetModel
+from specjax.models.interface import Output, TargetModel
 from specjax.state import Round, static
 from specjax.trees import chain
+from specjax.verify import verify
 
 
 class RoundTimer:
@@ -96,3 +99,59 @@ class FullBlock:
 
     def update(self, memory: Any, round: Round, context: Context) -> Any:
         return self.lookup.update(memory, round, context)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stub:
+    """A target that costs next to nothing, so that what is left of a round can be timed without the noise of the pass.
+
+    It says a known text. Its logits and its keys and values have the shapes of the target it stands for.
+
+    Attributes:
+        scores: logits of that target somewhere; the known token's is raised above them all.
+        known: the text.
+        heads: key/value heads and their width, of each layer.
+    """
+
+    scores: Float[Array, "V"]
+    known: Int[Array, "B S"]
+    heads: tuple[tuple[int, int], ...] = static()
+    max_positions: int = static()
+    dtype: Any = static()
+
+    @classmethod
+    def of(cls, model: TargetModel, state: DecodeState, known: Int[Array, "B S"]) -> "Stub":
+        """The stub of a model, from a state before its first round and the text that follows."""
+        nothing = jnp.zeros((known.shape[0], 0), jnp.int32)
+        see = jax.jit(verify)
+        scores = see(model, state.cache, state.pending, state.length, chain(nothing, nothing.sum(-1))).logits[0, 0]
+        heads = tuple((x.shape[1], x.shape[3]) for x in state.cache.keys)
+        return cls(scores, known, heads, model.max_positions, state.cache.keys[0].dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.scores.shape[0]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"],
+        cache: KVCache | None = None,
+        length: Int[Array, "B"] | None = None,
+        features: Sequence[str] = (),
+    ) -> Output:
+        batch, size = tokens.shape
+        coming = jnp.take_along_axis(self.known, jnp.minimum(positions + 1, self.known.shape[1] - 1), axis=1)
+        values = tokens[:, None, :, None].astype(self.dtype)
+        block = tuple(jnp.broadcast_to(values, (batch, k, size, d)) for k, d in self.heads)
+        return Output(coming[..., None].astype(jnp.float32), KVCache(block, block), {})
+
+    def logits(self, hidden: Float[Array, "B T 1"]) -> Float[Array, "B T V"]:
+        said = jnp.arange(self.vocab_size) == hidden.astype(jnp.int32)
+        # a real target's logits lie in memory before anything reads them
+        return jax.lax.optimization_barrier(jnp.where(said, self.scores.max() + 1, self.scores))
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache.zeros(batch, capacity, list(self.heads), self.dtype)

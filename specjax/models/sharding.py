@@ -1,6 +1,6 @@
 """Where parameters live: one table from logical axis names, declared where the parameter is, to the axes of a mesh."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def over_mesh(model: Any, rows: Any) -> Any:
     placed = next((x.sharding for x in jax.tree.leaves(model) if isinstance(x.sharding, NamedSharding)), None)
     if placed is None:
         return rows
-    mesh = placed.mesh
+    mesh = cast(Mesh, placed.mesh)
 
     def split(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.ndim == 0:
