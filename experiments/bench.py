@@ -179,7 +179,7 @@ def rounds(target: Target, prompts: list[list[int]], options: Options, done: Cal
     known = plain.text(NEW_TOKENS)
     models: dict[str, TargetModel] = {"stub": Stub.of(model, start, known), "target": model}
     laws: dict[str, tuple[Law, Sampling | None]] = {"greedy": (Greedy(), None), SAMPLED_NAME: (Rejection(), SAMPLED)}
-    accepts = {"nothing": NOTHING, "what it finds": FOUND, "all": EVERYTHING}
+    accepts = {"nothing": NOTHING, "what it finds": FOUND, "everything": EVERYTHING}
     timers: dict[str, Callable[[], float]] = {"step": plain}
     tokens = {}
     for who, how, what in (
@@ -191,7 +191,7 @@ def rounds(target: Target, prompts: list[list[int]], options: Options, done: Cal
         state = start_state(models[who], drafter, prompts, NEW_TOKENS, sampling=sampling)
         steps = ROUNDS if who == "target" else STUB_ROUNDS
         timer = RoundTimer(models[who], drafter, law, state, steps)
-        name = f"round outside the pass, {how}, accepted {what}, {who}"
+        name = f"round outside the pass: {how}, {what} accepted ({who})"
         timers[name] = partial(excess, timer, TargetPass(models[who], state.cache, block, length, steps))
         tokens[name] = timer.tokens_per_round
         done()

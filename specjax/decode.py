@@ -89,8 +89,8 @@ def prefill(
         trace_rounds: rounds to keep in the trace; 0 for none.
     """
     batch, size = tokens.shape
-    if size < max(padded_length(longest), capacity(longest + 1, drafter)):
-        raise InputError(f"tokens: {size} slots are too few for prompts of {longest + 1}; see `job.lay_out`")
+    if size < padded_length(longest):
+        raise InputError(f"tokens: {size} slots, but prefill writes {padded_length(longest)}; see `job.lay_out`")
     cache, features = fill(model, tokens, longest, size, drafter.features)
     depth, nodes = drafter.max_depth, drafter.num_nodes
     trace = None

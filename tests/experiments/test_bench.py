@@ -15,7 +15,7 @@ from flax import nnx
 from measure import passes
 from measure.programs import compile_loop, count_copies
 from measure.proposals import ProposalTimer
-from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer
+from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer, Stub
 from measure.shapes import SHAPES, shape_config
 from measure.states import start_state
 
@@ -104,6 +104,17 @@ def test_full_blocks_change_no_text(tiny: specjax.Target, known: jax.Array):
     timer = RoundTimer(tiny.model, drafter, Greedy(), start_state(tiny.model, drafter, [PROMPT], 60), 5)
     end = len(PROMPT) + 60
     np.testing.assert_array_equal(timer.text(60)[0, :end], known[0, :end])
+
+
+def test_a_stub_says_the_known_text_in_the_targets_shapes(tiny: specjax.Target, known: jax.Array):
+    start = start_state(tiny.model, Plain(), [PROMPT], 60)
+    stub = Stub.of(tiny.model, start, known)
+    drafter = FullBlock.make(PromptLookup(3), known, EVERYTHING)
+    state = start_state(stub, drafter, [PROMPT], 60)
+    assert jax.tree.map(jnp.shape, state.cache) == jax.tree.map(jnp.shape, start.cache)
+    timer = RoundTimer(stub, drafter, Greedy(), state, 5)
+    assert timer.tokens_per_round == 4.0
+    np.testing.assert_array_equal(timer.text(5)[0, :27], known[0, :27])
 
 
 @pytest.mark.parametrize("name", ["lookup", "model"])
