@@ -3,8 +3,8 @@
     python experiments/bench.py
     python experiments/bench.py --random-config qwen2.5-3b --dtype bfloat16
 
-The first command takes about 6 minutes on two CPU cores (4 without PyTorch). Everything that is compared is measured in
-turns, because a machine's speed drifts; numbers are medians.
+The first command takes about 5 minutes on two idle CPU cores (4 without PyTorch). Everything that is compared is
+measured in turns, because a machine's speed drifts; numbers are medians.
 """
 
 import resource

@@ -101,6 +101,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"--seed: expected a whole number from 0 to 2**32 - 1, got {self.seed}")
         self.sampling.validate(self.batch_size)
 
 

@@ -1,6 +1,8 @@
 """Targets, prompts and runs that the engine's tests share. Compiling is what costs: same shapes, same programs."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,19 @@ from specjax import testing
 NEW_TOKENS = 200
 # ragged, with repeats for prompt lookup, and a one-token prompt that leaves nothing to prefill
 PROMPTS = [[9], [5, 6, 5], [1, 2, 3, 4, 1, 2, 3, 4, 1], [7, 8, 7, 8, 9, 10, 11, 12, 7, 8, 7, 8, 9, 10, 11, 12, 7]]
+
+
+MAPPINGS = 25_000  # a process may have 65,530 on most systems, and a compiled program takes hundreds
+
+
+@pytest.fixture(autouse=True)
+def few_programs() -> Iterator[None]:
+    """Drop compiled programs before their memory mappings run out: compiling would end in a segmentation fault."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ def test_padded_vocabularies(table: Any, table_text: Any, decode: Any) -> None:
         shared = min(size, 64)
         part = (slice(shared),) * 3
         draft = testing.TableModel(draft.table.at[part].set(table.model.table[part]))
+        draft = testing.tiny_target(draft, tokenizer=table.tokenizer)
         out = decode(table, specjax.DraftModel(draft, 3))
         assert out.token_ids == table_text
         assert all(t < shared for row in out.trace for r in row for t in r.proposed)

@@ -134,7 +134,7 @@ def _decode_turn(
 ) -> tuple[list[Call], float]:
     batch = [rows[i % len(rows)] for i in range(plan.batch_size)]
     prompts = [messages(c, answers[c.index]) for c in batch]
-    seeds = [plan.seed + c.index + TURN_STRIDE * turn for c in batch]
+    seeds = [(plan.seed + c.index + TURN_STRIDE * turn) % 2**32 for c in batch]
     timed: dict[str, list[Generation]] = {d.label: [] for d in drafters}
     warming = 0.0
     for repetition in range(repetitions):

@@ -32,7 +32,7 @@ def test_a_draft_model_is_loaded_from_its_path(loaded: specjax.Target):
         ("prompt-lookup:k=", "k is ''; expected a whole number"),
         ("prompt-lookup:k=2,k=3", "k is given twice"),
         ("prompt-lookup:8", "'8' is no setting; expected key=value"),
-        ("prompt-lookup:max_ngram=1", "min_ngram <= max_ngram"),
+        ("prompt-lookup:max_ngram=2,min_ngram=3", "min_ngram: expected at most"),
         ("plain:k=1", "unknown setting 'k'; plain has no settings"),
         ("draft-model", "expected draft-model:PATH"),
         ("draft-model:k=3", "expected draft-model:PATH"),
