@@ -18,7 +18,7 @@ from typing import Literal
 
 import jax
 import tyro
-from common.console import make_table, progress_bar, run_command_line, show
+from common.console import make_table, progress_bar, show
 from common.prompts import prompt_ids, read_prompts
 from common.results import check_output, provenance, write_json
 from common.timing import excess, in_turns, median_of, without_compiling
@@ -31,6 +31,7 @@ from measure.states import start_state
 
 import specjax
 from specjax import Greedy, InputError, Plain, PromptLookup, Rejection, Sampling, Target
+from specjax.cli import run_command_line
 from specjax.laws import Law
 from specjax.models.interface import TargetModel
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from common.console import make_table, number, percent, progress_bar, run_command_line, show, small
+from common.console import make_table, number, percent, progress_bar, show, small
 from common.drafters import PLAIN, Named, parse_drafters
 from common.evaluation import Call, Plan, check_prompts, evaluate, make_units
 from common.exact import examine
@@ -32,6 +32,7 @@ from rich.table import Table
 
 import specjax
 from specjax import InputError, Sampling, Target
+from specjax.cli import run_command_line
 
 
 @dataclass(frozen=True)

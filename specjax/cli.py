@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import jax
+
 from specjax.errors import SpecjaxError
 
 
@@ -17,6 +19,11 @@ def run_command_line(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         code = 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print("error: the device ran out of memory; use smaller batches, shorter texts or bfloat16", file=sys.stderr)
+        code = 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()
         code = 0

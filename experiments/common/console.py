@@ -1,36 +1,11 @@
-"""The command line: errors in one line, progress while it runs, tables at the end."""
+"""What a script shows: progress while it runs, tables at the end."""
 
-import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
-import jax
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from specjax import SpecjaxError
-
-
-def run_command_line(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's `main` and exit with what it returns; with 2 and a line on stderr where the input is at fault."""
-    try:
-        code = main() or 0
-    except SpecjaxError as error:
-        code = fail(" ".join(str(error).split()), 2)
-    except KeyboardInterrupt:
-        code = fail("interrupted; no results were written", 130)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        code = fail("the device ran out of memory; lower --batch-size or --max-new-tokens, or use --dtype bfloat16", 2)
-    sys.exit(code)
-
-
-def fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 def progress_bar() -> Progress:

@@ -25,7 +25,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> specjax.Target:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run a script's `main` with arguments: exit status, stdout, stderr."""
-    from common.console import run_command_line
+    from specjax.cli import run_command_line
 
     def run(main: Callable[[], Any], *arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
