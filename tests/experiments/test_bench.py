@@ -1,6 +1,7 @@
 """bench.py and what it measures with, on a tiny target."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_full_blocks_accept_what_they_are_told_to(tiny: specjax.Target, known: j
     drafter = FullBlock.make(PromptLookup(3), known, accept)
     timer = RoundTimer(tiny.model, drafter, Greedy(), start_state(tiny.model, drafter, [PROMPT], 60), 5)
     assert timer.tokens_per_round == expected
-    assert timer() > 0
+    assert math.isfinite(timer())
 
 
 def test_full_blocks_accept_what_prompt_lookup_finds(tiny: specjax.Target, known: jax.Array):
