@@ -52,14 +52,6 @@ def test_fillers_change_nothing(tiny: Any) -> None:
     np.testing.assert_allclose(call(draft)[:, :3], bare, atol=1e-5)
 
 
-def test_only_the_last_of_three_siblings_is_right(table: Any, table_text: Any, decode: Any) -> None:
-    out = decode(table, Oracle(3, decoys=2))
-    assert out.token_ids == table_text
-    for row in out.trace:
-        for round in row[:-1]:
-            assert round.accepted == [2, 5, 8]
-
-
 def check_cache(target: Any, state: specjax.DecodeState) -> None:
     """The cache is what a fresh prefill of the committed text gives."""
     fresh, _ = fill(target.model, state.tokens, 64, state.tokens.shape[1])
@@ -143,7 +135,7 @@ def test_probes_see_what_their_mask_says(tiny: Any, tiny_text: Any, prompts: Any
 
 def test_probes_survive_a_smaller_block(table: Any, table_text: Any, decode: Any) -> None:
     """Blocks are cut to what the batch proposes; probes stay behind the nodes."""
-    drafter = Prober(replace(Replay.of([[-1, -1, *row[2:]] for row in table_text], 8), block_sizes=(2, 5)))
+    drafter = Prober(replace(Replay.of([[-1, -1, *row[2:]] for row in table_text], 4), block_sizes=(2,)))
     out = decode(table, drafter)
     assert out.token_ids == table_text
-    assert {r.block_tokens for row in out.trace for r in row} >= {2 + 3, 9 + 3}
+    assert {r.block_tokens for row in out.trace for r in row} >= {2 + 3, 5 + 3}

@@ -15,10 +15,9 @@ from specjax.testing import Adversarial, Oracle, Replay, TableTree
 
 DRAWN = Sampling(temperature=0.9, top_p=0.95)
 LOOKUP = specjax.PromptLookup(8, max_ngram=3, min_ngram=1, block_sizes=(5, 9))
-TREE = TableTree.random(64, 2, "ss")
 
 
-@pytest.mark.parametrize("drafter", [None, LOOKUP, TREE], ids=["plain", "lookup", "tree"])
+@pytest.mark.parametrize("drafter", [None, LOOKUP], ids=["plain", "lookup"])
 def test_a_seed_per_prompt_makes_rows_independent(drafter: Any, table: Any, prompts: Any, decode: Any) -> None:
     """Same seed, same output, whatever shares the batch and wherever in it the row stands."""
 
@@ -59,19 +58,14 @@ def test_settings_a_row(table: Any, table_text: Any, decode: Any) -> None:
         assert mixed[row] != table_text[row]
 
 
-def test_rejection_at_temperature_zero_is_greedy(table: Any, table_text: Any, decode: Any) -> None:
-    assert decode(table, Oracle(3, decoys=1), law="rejection").token_ids == table_text
-
-
-@pytest.mark.parametrize("drafter", [None, LOOKUP], ids=["plain", "lookup with stop strings"])
-def test_stream_is_generate_in_pieces(drafter: Any, table: Any, table_text: Any, prompts: Any, decode: Any) -> None:
+def test_stream_is_generate_in_pieces(table: Any, table_text: Any, prompts: Any, decode: Any) -> None:
     """Tokens, reasons and text, with stop strings held back and characters that span tokens."""
     whole = table.tokenizer.decode(table_text[3])
-    stop = () if drafter is None else (whole[40:43], whole[12:13] + "zzzz")
-    out = decode(table, drafter, stop=stop)
-    assert (set(out.finish_reasons) == {"length"}) == (drafter is None)
+    stop = (whole[40:43], whole[12:13] + "zzzz")
+    out = decode(table, LOOKUP, stop=stop)
+    assert set(out.finish_reasons) == {"length", "stop_string"}
     ids, shown, reasons = [[] for _ in prompts], [""] * 4, [None] * 4
-    for piece in specjax.stream(table, prompts, drafter=drafter, max_new_tokens=200, stop=stop):
+    for piece in specjax.stream(table, prompts, drafter=LOOKUP, max_new_tokens=200, stop=stop):
         assert reasons[piece.row] is None
         assert piece.token_ids
         ids[piece.row] += piece.token_ids
@@ -129,8 +123,14 @@ def test_a_grammar_holds_against_drafts_that_break_it(
     for prompt, ids in zip(prompts, out.token_ids, strict=True):
         assert all(a % 2 != b % 2 for a, b in zip([prompt[-1], *ids], ids, strict=False))
         assert len(ids) == 200
-    if temperature == 0:
-        assert out.token_ids == decode(table, sampling=sampling).token_ids
+    if temperature == 0:  # the best token that the grammar allows, at every step
+        logits = np.asarray(table.model.table)
+        for prompt, ids in zip(prompts, out.token_ids, strict=True):
+            text = [prompt[0], *prompt]  # a text's first token counts as its own predecessor
+            for token in ids:
+                allowed = np.where(np.arange(64) % 2 == text[-1] % 2, -np.inf, logits[text[-2], text[-1]])
+                assert token == allowed.argmax()
+                text.append(token)
 
 
 def test_a_grammar_may_end_with_eos(scripted: Any) -> None:
@@ -145,9 +145,7 @@ def test_a_grammar_may_end_with_eos(scripted: Any) -> None:
     assert (out.token_ids, out.finish_reasons) == ([[1, 2, 3, 4, 5]], ["stop"])
 
 
-@pytest.mark.parametrize(
-    "drafter", [Adversarial(1), Adversarial(4), TableTree.random(9, 2, "ss")], ids=["1", "4", "tree"]
-)
+@pytest.mark.parametrize("drafter", [Adversarial(1), TableTree.random(9, 2, "ss")], ids=["one token", "tree"])
 def test_the_correction_comes_from_the_row_of_the_rejection(drafter: Any) -> None:
     """Rows of disjoint supports: after a token of group g only group g + 1 may follow, whatever was rejected there."""
     group = np.arange(9) // 3

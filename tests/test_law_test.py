@@ -47,7 +47,7 @@ DRAFTERS: dict[str, Any] = {
     "greedy draft model": specjax.DraftModel(testing.TableModel.random(V, seed=1), 2, sample=False),
     "oracle": Oracle(2, decoys=1),
     "adversarial": Adversarial(3),
-    "chain": TableTree.random(V, 3, "s"),
+    "chain": TableTree.random(V, 2, "s"),
     "two drawn": TableTree.random(V, 2, "ss"),
     "three drawn": TableTree.random(V, 1, "sss"),
     "drawn twice": TableTree.random(V, 2, "ss", replace=True),
@@ -74,8 +74,7 @@ def test_right_drafters(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["greedy and drawn rows", "grammar"])
 def test_right_settings(name: str) -> None:
-    drafter = DRAFTERS["two drawn" if name == "grammar" else "chain"]
-    check(law_test(TARGET, drafter, sampling=LAWS[name], prompts=PROMPTS), name)
+    check(law_test(TARGET, DRAFTERS["chain"], sampling=LAWS[name], prompts=PROMPTS), name)
 
 
 def test_transformer() -> None:
@@ -206,75 +205,85 @@ def test_planted_in_a_drafter(fault: str) -> None:
     assert result.passed == (fault == "right"), result
 
 
+LAW_FAULTS = (
+    "none",
+    "bonus from the row after the rejection",
+    "filters on the bonus token only",
+    "temperature ignored in verification",
+    "p not updated between siblings",
+    "penalties ignore the path",
+    "the same randomness every round",
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Marked(testing.TableModel):
+    """Carries the fault of the law, as data, so that one program serves them all."""
+
+    fault: Any = None
+
+
 @dataclass(frozen=True)
 class Wrong:
-    """Rejection sampling written out plainly for trees of a few nodes, with a fault."""
-
-    fault: str
+    """Rejection sampling written out plainly for trees of a few nodes, with the fault that the target carries."""
 
     name: ClassVar[str] = "wrong"
     lossless: ClassVar[bool] = True
 
     def __call__(self, target_law: Any, draft: Draft, keys: jax.Array, max_depth: int) -> Path:
         batch, nodes = draft.tokens.shape
-        if self.fault == "the same randomness every round":
-            keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(7), i))(jnp.arange(batch))
-        uniform = jax.vmap(lambda key: jax.random.uniform(key, (2, nodes + 1)))(keys)
+        context = target_law.context
         pick = jax.vmap(lambda values, i: values[i])
 
-        def law(node: jax.Array, path: jax.Array, depth: jax.Array, bonus: bool = False) -> jax.Array:
-            rules = target_law.context.rules
-            if self.fault == "temperature ignored in verification":
-                rules = replace(rules, temperature=jnp.ones_like(rules.temperature))
-            if self.fault == "filters on the bonus token only" and not bonus:
-                rules = replace(rules, filters=())
-            if self.fault == "penalties ignore the path":
-                depth = jnp.zeros_like(depth)
-            return distribution(pick(target_law.raw, node), rules, target_law.context.text(path, depth))
+        def has(fault: str) -> jax.Array:
+            return context.model.fault == LAW_FAULTS.index(fault)
+
+        def uniforms(keys: jax.Array) -> jax.Array:
+            return jax.vmap(lambda key: jax.random.uniform(key, (2, nodes + 1)))(keys)
+
+        row = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(7), i))(jnp.arange(batch))
+        uniform = jnp.where(has("the same randomness every round"), uniforms(row), uniforms(keys))
+
+        def law(node: jax.Array, path: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The target's law as it is judged, and as it is filtered."""
+            temperature = jnp.where(has("temperature ignored in verification"), 1.0, context.rules.temperature)
+            rules = replace(context.rules, temperature=temperature)
+            text = context.text(path, jnp.where(has("penalties ignore the path"), 0, depth))
+            filtered, bare = (
+                distribution(pick(target_law.raw, node), r, text) for r in (rules, replace(rules, filters=()))
+            )
+            return jnp.where(has("filters on the bonus token only"), bare, filtered), filtered
 
         def choose(node: Any, path: Any, depth: Any, descends: Any) -> tuple[jax.Array, jax.Array]:
-            p, child = law(node, path, depth), jnp.zeros(batch, jnp.int32)
+            (p, filtered), child = law(node, path, depth), jnp.zeros(batch, jnp.int32)
             failed = jnp.zeros(batch, jnp.int32)
             for i in range(nodes):
                 tried = draft.valid[:, i] & (draft.parents[:, i] == node - 1) & descends & (child == 0)
                 token = draft.tokens[:, i]
                 one_hot = jax.nn.one_hot(token, V)
-                drawn = jnp.zeros(batch, bool) if draft.drawn is None else draft.drawn[:, i]
-                q = one_hot if draft.q is None else jnp.where(drawn[:, None], draft.q[:, i], one_hot)
+                drawn = draft.drawn[:, i]
+                q = jnp.where(drawn[:, None], draft.q[:, i], one_hot)
                 accepted = tried & (uniform[:, 0, i + 1] * pick(q, token) < pick(p, token))
                 rest = jnp.where(drawn[:, None], jnp.maximum(p - q, 0), p * (1 - one_hot))
                 rest = rest / jnp.maximum(rest.sum(-1, keepdims=True), 1e-30)
-                if self.fault != "p not updated between siblings":
-                    p = jnp.where((tried & ~accepted)[:, None], rest, p)
+                updates = tried & ~accepted & ~has("p not updated between siblings")
+                p = jnp.where(updates[:, None], rest, p)
                 child = jnp.where(accepted, i + 1, child)
                 failed = jnp.where(tried & ~accepted, i + 1, failed)
-            if self.fault == "bonus from the row after the rejection":
-                after = law(failed, path, depth)
-                p = jnp.where((failed > 0)[:, None], after, p)
-            if self.fault == "filters on the bonus token only":
-                p = jnp.where(law(node, path, depth, bonus=True) > 0, p + 1e-6, 0.0)
-            bonus = categorical(p, pick(uniform[:, 1], node))
-            return child, bonus
+            late = (failed > 0) & has("bonus from the row after the rejection")
+            p = jnp.where(late[:, None], law(failed, path, depth)[0], p)
+            p = jnp.where(has("filters on the bonus token only"), jnp.where(filtered > 0, p + 1e-6, 0.0), p)
+            return child, categorical(p, pick(uniform[:, 1], node))
 
         return walk(draft, max_depth, choose)
 
 
-CHAIN, SIBLINGS = TableTree.random(V, 2, "s"), TableTree.random(V, 1, "ss")
-PLANTED_LAWS = {
-    "none": SIBLINGS,
-    "bonus from the row after the rejection": CHAIN,
-    "filters on the bonus token only": CHAIN,
-    "temperature ignored in verification": CHAIN,
-    "p not updated between siblings": SIBLINGS,
-    "penalties ignore the path": CHAIN,
-    "the same randomness every round": CHAIN,
-}
-
-
-@pytest.mark.parametrize("fault", PLANTED_LAWS)
+@pytest.mark.parametrize("fault", LAW_FAULTS)
 def test_planted_in_a_law(fault: str) -> None:
-    sampling = Sampling(temperature=0.6, top_k=3, frequency_penalty=1.0 if "penalties" in fault else 0.0)
-    result = law_test(TARGET, PLANTED_LAWS[fault], law=Wrong(fault), sampling=sampling, prompts=PROMPTS)
+    target = testing.tiny_target(Marked(TARGET.model.table, fault=jnp.int32(LAW_FAULTS.index(fault))))
+    sampling = Sampling(temperature=0.6, top_k=3, frequency_penalty=1.0)
+    result = law_test(target, TableTree.random(V, 2, "ss"), law=Wrong(), sampling=sampling, prompts=PROMPTS)
     print(f"\n{fault}: distance {result.distance:.4f}, noise {result.noise:.4f}")
     assert result.passed == (fault == "none"), result
 
