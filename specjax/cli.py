@@ -1,12 +1,13 @@
-"""What scripts share: errors in one line."""
+"""What scripts share: errors in one line, options that hold JSON."""
 
+import json
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
-from specjax.errors import SpecjaxError
+from specjax.errors import InputError, SpecjaxError
 
 
 def run_command_line(main: Callable[[], int | None]) -> NoReturn:
@@ -28,3 +29,14 @@ def run_command_line(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.close()
         code = 0
     sys.exit(code)
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The object that an option's text is. Raises InputError for any other text, naming the option."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"{option} {text!r}: expected a JSON object such as '{{\"enable_thinking\": false}}'")
+    return value

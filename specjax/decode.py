@@ -51,13 +51,15 @@ def step(model: TargetModel, drafter: Drafter, law: Law, state: DecodeState) -> 
     return replace(state, memory=memory), StepInfo(draft, path, round.count, seen.block_tokens)
 
 
-def run(model: TargetModel, drafter: Drafter, law: Law, state: DecodeState) -> DecodeState:
-    """Rounds until no row runs: a whole generation in one `lax.while_loop`."""
+def run(
+    model: TargetModel, drafter: Drafter, law: Law, state: DecodeState, leave: int | Int[Array, ""] = 0
+) -> DecodeState:
+    """Rounds until at most `leave` rows run: by default a whole generation, in one `lax.while_loop`."""
 
     def body(state: DecodeState) -> DecodeState:
         return step(model, drafter, law, state)[0]
 
-    return jax.lax.while_loop(lambda state: state.running.any(), body, state)
+    return jax.lax.while_loop(lambda state: state.running.sum() > leave, body, state)
 
 
 def prefill(

@@ -15,6 +15,10 @@ class CheckpointError(SpecjaxError):
     """A checkpoint, tokenizer or configuration file that is missing, damaged, unknown or does not fit."""
 
 
+class TrainingError(SpecjaxError):
+    """A training run that cannot go on: a loss that is not finite, a figure that is missing."""
+
+
 def check_whole(name: str, value: Any, least: int) -> None:
     """Raise InputError unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -57,9 +57,12 @@ class Job:
         """One round. The given state's memory is reused: it cannot be used again."""
         return self._call(_step, self.target.model, self.drafter, self.law, state)
 
-    def run(self, state: DecodeState) -> DecodeState:
-        """Rounds until every row has ended, in one call. The given state cannot be used again."""
-        return self._call(_run, self.target.model, self.drafter, self.law, state)
+    def run(self, state: DecodeState, leave: int = 0) -> DecodeState:
+        """Rounds until at most `leave` rows run, in one call; by default until every row has ended.
+
+        The given state cannot be used again.
+        """
+        return self._call(_run, self.target.model, self.drafter, self.law, state, leave)
 
     def _call(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.target.dtype != "float32":

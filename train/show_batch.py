@@ -7,7 +7,6 @@ Supervised tokens are green (their line breaks ↵), special ones bold; without 
 tokens. Each conversation begins with its file and line. The last line says what became of the data.
 """
 
-import json
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 import specjax
-from specjax.cli import run_command_line
+from specjax.cli import json_object, run_command_line
 from specjax.errors import InputError
 from specjax.models.tokenizer import Tokenizer
 from specjax.training.batches import Batch, Rows, batches, lay_out, steps_per_epoch
@@ -56,7 +55,7 @@ class Settings:
 
 
 def main(settings: Settings) -> None:
-    options = _template_options(settings.template_options)
+    options = json_object("--template-options", settings.template_options)
     if settings.batch < 0:
         raise InputError(f"--batch {settings.batch}: expected 0 or more")
     conversations = read_conversations(*settings.data)
@@ -117,18 +116,6 @@ class Speller:
         if not known or not ids:
             return "".join(f" {token}" for token in ids)
         return b"".join(self.bytes[i] or self.names[i].encode() for i in ids).decode("utf-8", "replace")
-
-
-def _template_options(text: str) -> dict[str, object]:
-    try:
-        options = json.loads(text)
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise InputError(
-            f"--template-options {text!r}: expected a JSON object such as '{{\"enable_thinking\": false}}'"
-        )
-    return options
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache, write
+from specjax.drafters.small_decoder import OverTarget, SmallDecoder
+from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError, check_block_sizes, check_whole
-from specjax.models.interface import TargetModel
+from specjax.models.interface import Output, TargetModel
 from specjax.models.prefill import prefill
 from specjax.models.target import Target
 from specjax.models.tokenizer import Tokenizer, compare
-from specjax.sampling import argmax, categorical, distribution
+from specjax.sampling import argmax, categorical, distribution, process
 from specjax.state import Context, Round, static
 from specjax.trees import Draft, chain
 
@@ -38,11 +40,26 @@ class Memory:
     base: Int[Array, "B"]
 
 
+class Beside:
+    """A value that lies in a pytree without being part of the program: any two are equal, so nothing is compiled again
+    for another one.
+    """
+
+    def __init__(self, value: Any = None):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Beside)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModel:
-    """Any decoder with the target's vocabulary drafts `num_draft_tokens` tokens, one pass each (Leviathan et al. 2023;
-    Chen et al. 2023).
+    """Any decoder with the target's vocabulary, or a small one of the target's own layers, drafts `num_draft_tokens`
+    tokens, one pass each (Leviathan et al. 2023; Chen et al. 2023).
 
     Where the temperature is above 0 proposals are drawn from the draft model's own law, processed as the target's is
     (q), unless `sample` is False: then they are its most likely tokens, deterministic. Its cache is only ever right or
@@ -50,18 +67,18 @@ class DraftModel:
     long this drafter has been idle and whoever proposed what was accepted.
 
     Attributes:
-        model: what `specjax.load` returns, or a bare model.
+        model: what `specjax.load` returns, a bare model, or a `SmallDecoder`.
         num_draft_tokens: k.
         sample: draw proposals where the temperature is above 0.
         block_sizes: see `Drafter`.
-        tokenizer: of the draft model, compared with the target's; taken from `model` where that has one.
+        tokenizer: of the draft model, to be compared with the target's; taken from `model` where that has one.
     """
 
-    model: TargetModel
+    model: TargetModel | SmallDecoder
     num_draft_tokens: int = static(default=4)
     sample: bool = static(default=True)
     block_sizes: tuple[int, ...] | None = static(default=None)
-    tokenizer: Tokenizer | None = static(default=None)
+    tokenizer: Beside = static(default=Beside())
 
     name: ClassVar[str] = "draft-model"
     features: ClassVar[tuple[str, ...]] = ()
@@ -73,7 +90,7 @@ class DraftModel:
         if self.model is None or isinstance(self.model, str):
             raise InputError(f"model: expected what specjax.load returns, got {self.model!r}")
         if isinstance(self.model, Target):
-            object.__setattr__(self, "tokenizer", self.model.tokenizer)
+            object.__setattr__(self, "tokenizer", Beside(self.model.tokenizer))
             object.__setattr__(self, "model", self.model.model)
 
     @property
@@ -86,7 +103,7 @@ class DraftModel:
 
     def init(self, context: Context, features: dict[str, Any], longest: int) -> Memory:
         batch, size = context.tokens.shape
-        cache, _ = prefill(self.model, context.tokens, longest, size)
+        cache, _ = prefill(self.over(context.model), context.tokens, longest, size)
         fed = jnp.full((batch, self.num_draft_tokens), -1, jnp.int32)  # nothing yet, and -1 is no token
         return Memory(cache, context.length - 1, fed, context.length - 1)
 
@@ -94,39 +111,54 @@ class DraftModel:
         batch, k = context.length.shape[0], self.num_draft_tokens
         if k == 0:
             return chain(memory.fed, jnp.zeros(batch, jnp.int32)), memory
-        cache, hidden = self.catch_up(memory, context)
+        model = self.over(context.model)
+        cache, hidden = self.catch_up(model, memory, context)
 
         def draft_one(carry: tuple[KVCache, Array, Array], i: Array) -> tuple[tuple[KVCache, Array, Array], Any]:
             cache, hidden, path = carry
-            token, law = self.pick(hidden, path, i, context)
+            token, law = self.pick(model, hidden, path, i, context)
             at = context.length + i
-            output = self.model(token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
+            output = read(context, model, token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
             return (write(cache, output.block, at), output.hidden, path.at[:, i].set(token)), law
 
         path = jnp.zeros((batch, k), jnp.int32)
         carry, laws = jax.lax.scan(draft_one, (cache, hidden, path), jnp.arange(k - 1))
         cache, hidden, path = carry
         # the last drafted token is not fed: the next `propose` does it if it is accepted
-        token, law = self.pick(hidden, path, jnp.int32(k - 1), context)
+        token, law = self.pick(model, hidden, path, jnp.int32(k - 1), context)
         path = path.at[:, k - 1].set(token)
         q = None if law is None else jnp.concatenate([jnp.moveaxis(laws, 0, 1), law[:, None]], axis=1)
         sound = jnp.cumprod(path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
         fed = jnp.concatenate([context.pending[:, None], path[:, : k - 1]], axis=1)
         return chain(path, sound, q), Memory(cache, context.length - 1, fed, context.length - 1)
 
+    def over(self, target: TargetModel) -> TargetModel:
+        """The model that drafts for this target."""
+        return self.model.over(target) if isinstance(self.model, SmallDecoder) else self.model
+
     def pick(
-        self, hidden: Float[Array, "B 1 M"], path: Int[Array, "B N"], i: Int[Array, ""], context: Context
+        self,
+        model: TargetModel,
+        hidden: Float[Array, "B 1 M"],
+        path: Int[Array, "B N"],
+        i: Int[Array, ""],
+        context: Context,
     ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
         """Draft token i after `path[:, :i]`, and the law it was drawn from (None if it was not drawn)."""
-        logits = fit(self.model.logits(hidden)[:, 0], context.model.vocab_size)
-        depth = jnp.full(path.shape[0], i, jnp.int32)
-        if not (self.sample and context.rules.drawn):
-            return argmax(context.process(logits, path, depth)), None
-        law = distribution(logits, context.rules, context.text(path, depth))
-        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))(context.key)
-        return categorical(law, uniform), law
+        size, rules = context.model.vocab_size, context.rules
+        scores = scores_of(model, hidden, size).readable(rules)
+        values, text = scores.values[:, 0], context.text(path, jnp.full(path.shape[0], i, jnp.int32))
+        law = None
+        if self.sample and rules.drawn:
+            law = distribution(values, rules, text)
+            uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))(context.key)
+            index = categorical(law, uniform)
+            law = scores.spread(law, 0.0)
+        else:  # filters never drop the most likely token
+            index = argmax(process(values, replace(rules, filters=()), text))
+        return jnp.where(index < values.shape[-1], scores.tokens(index), size), law
 
-    def catch_up(self, memory: Memory, context: Context) -> tuple[KVCache, Float[Array, "B 1 M"]]:
+    def catch_up(self, model: TargetModel, memory: Memory, context: Context) -> tuple[KVCache, Float[Array, "B 1 M"]]:
         """Feed every committed token that the cache lacks, the pending one included; return the state after the latter.
 
         In rounds that follow each other that is one or two tokens, hence one pass.
@@ -137,7 +169,7 @@ class DraftModel:
         def feed(cache: KVCache, valid: Array) -> Any:
             slots = valid[:, None] + jnp.arange(CATCH_UP)
             tokens = jnp.take_along_axis(context.tokens, slots, axis=1)
-            return self.model(tokens, slots, mask, cache, valid)
+            return read(context, model, tokens, slots, mask, cache, valid)
 
         def body(carry: tuple[KVCache, Array, Array]) -> tuple[KVCache, Array, Array]:
             cache, valid, hidden = carry
@@ -153,15 +185,21 @@ class DraftModel:
         return cache, hidden
 
     def check(self, target: Target) -> None:
-        """Raise InputError, saying what differs, if this model has another vocabulary than the target."""
-        if self.tokenizer is None or target.tokenizer is None:
+        """Raise InputError, saying what differs, if this model has another vocabulary than the target, or is a small
+        decoder for another one.
+        """
+        if isinstance(self.model, SmallDecoder):
+            self.model.check(target.model)
+            return
+        own: Tokenizer | None = self.tokenizer.value
+        if own is None or target.tokenizer is None:
             if self.model.vocab_size != target.model.vocab_size:
                 raise InputError(
                     f"the draft model has {self.model.vocab_size} tokens and the target {target.model.vocab_size}, and "
                     "there are no tokenizers to compare; use a draft model of the same vocabulary"
                 )
             return
-        first = compare(target.tokenizer, self.tokenizer)
+        first = compare(target.tokenizer, own)
         if first is not None:
             tokens = target.tokenizer.tokens()
             there = repr(tokens[first]) if first < len(tokens) else "none"
@@ -179,7 +217,18 @@ class DraftModel:
         return replace(memory, valid=jnp.maximum(memory.valid, memory.base + run))
 
 
-def fit(logits: Float[Array, "B W"], vocab_size: int) -> Float[Array, "B V"]:
-    """Draft logits over the target's vocabulary: ids that only one of the two has (padding) are never drafted."""
-    width = logits.shape[-1]
-    return jnp.pad(logits[:, :vocab_size], ((0, 0), (0, max(vocab_size - width, 0))), constant_values=-jnp.inf)
+def scores_of(model: TargetModel, hidden: Float[Array, "B 1 M"], vocab_size: int) -> Scores:
+    """What can be drafted. Ids that only one of draft model and target has (padding) never are."""
+    if isinstance(model, OverTarget):
+        return model.scores(hidden)
+    logits = model.logits(hidden)[:, :, :vocab_size]
+    missing = ((0, 0), (0, 0), (0, vocab_size - logits.shape[-1]))
+    return Scores(jnp.pad(logits, missing, constant_values=-jnp.inf), None, vocab_size)
+
+
+def read(context: Context, model: TargetModel, *block: Any) -> Output:
+    """A pass over a block. The conditional orders the writing of the cache after every read of it; without one, XLA
+    copies the cache each time.
+    """
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(model, *block))
+    return jax.lax.cond(context.running.any(), lambda: model(*block), lambda: nothing)

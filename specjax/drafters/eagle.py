@@ -21,8 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache, write
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork, feed, pair
-from specjax.drafters.eagle_step import Memory, Scores, child_scores, feed_nodes, known
+from specjax.drafters.eagle_step import Memory, child_scores, feed_nodes, known
 from specjax.drafters.growing import GrownTree, grow
+from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError
 from specjax.models.prefill import chunk_size
 from specjax.sampling import argmax, categorical

@@ -40,6 +40,9 @@ class Eagle3Config:
         target_hidden_size: width of the target's features.
         feature_layers: the residual stream after so many of the target's layers is fused.
         norm_before_residual: whether the layer's residual is the normed feature (`speculators` trains so), not the raw.
+        norm_before_fc: whether the layers' features are normed together before they are fused.
+        fc_norm: whether each layer's features are normed alone before they are fused.
+        norm_output: whether the network's output is fed back behind its final norm, not before it.
         own_embedding: whether the network has token embeddings of its own instead of the target's.
     """
 
@@ -48,9 +51,14 @@ class Eagle3Config:
     target_hidden_size: int
     feature_layers: tuple[int, ...]
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("EAGLE-3: norm_before_fc and fc_norm exclude each other; set one of them")
         if not self.own_embedding and self.layer.hidden_size != self.target_hidden_size:
             raise InputError(
                 f"EAGLE-3: a network of width {self.layer.hidden_size} cannot take the embeddings of a target of width "
@@ -90,6 +98,7 @@ def plain_layer(target: ModelConfig) -> ModelConfig:
         qkv_bias=False,
         out_bias=False,
         qk_norm=False,
+        tie_embeddings=False,
         norm_offset=0.0,
         sandwich_norms=False,
         embed_scale=1.0,

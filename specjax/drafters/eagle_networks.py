@@ -7,7 +7,7 @@ of a text out of true features, whether a whole sequence or what one round commi
 When drafting further, the output at t takes the place of the feature at t + 1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -17,10 +17,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, checked_d2t
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets, plain_layer
+from specjax.drafters.vocabulary import Buffer as Buffer
+from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.errors import InputError
 from specjax.models import layers as F
-from specjax.models.decoder import Layer, Make, View, project
+from specjax.models.config import ModelConfig
+from specjax.models.decoder import Decoder, Layer, Make, View, project
 from specjax.models.interface import TargetModel
 from specjax.models.sharding import place
 
@@ -113,7 +116,7 @@ class _Network(nnx.Module):
     def dtype(self) -> Any:
         return self.layers[0].qkv[...].dtype
 
-    def rms_norm(self, x: Array, weight: nnx.Param) -> Array:
+    def rms_norm(self, x: Array, weight: nnx.Param | Array) -> Array:
         return F.rms_norm(x, weight[...], self.config.layer.norm_eps, self.config.layer.norm_offset)
 
     def _run(
@@ -124,11 +127,11 @@ class _Network(nnx.Module):
         mask: Bool[Array, "B T E+T"],
         cache: KVCache | None,
         length: Int[Array, "B"] | None,
-        earlier: KVCache | None,
+        earlier: KVCache | F.Steps | None,
     ) -> tuple[Float[Array, "B T M"], KVCache]:
         view = View.make(self.config.layer, positions, mask, cache, length)
         past = None if cache is None else (cache.keys[0], cache.values[0])
-        before = None if earlier is None else (earlier.keys[0], earlier.values[0])
+        before = (earlier.keys[0], earlier.values[0]) if isinstance(earlier, KVCache) else earlier
         x, key, value = self.layers[0](x, view, past, before, reads)
         return x, KVCache((key,), (value,))
 
@@ -177,7 +180,7 @@ class EagleNetwork(_Network):
         mask: Bool[Array, "B T E+T"],
         cache: KVCache | None = None,
         length: Int[Array, "B"] | None = None,
-        earlier: KVCache | None = None,
+        earlier: KVCache | F.Steps | None = None,
     ) -> Fed:
         """The layer over a block of pairs.
 
@@ -187,7 +190,8 @@ class EagleNetwork(_Network):
             positions: t.
             mask: what each pair sees of `earlier` and of its own block.
             cache: keys and values of the true pairs, its first `length` slots; read only.
-            earlier: keys and values of E further pairs that are in no cache (those drafted before).
+            earlier: keys and values of E further pairs that are in no cache (those drafted before), or of the earlier
+                steps of `unroll`.
         """
         x = project(jnp.concatenate([embedded, features], axis=-1).astype(self.dtype), self.fc[...])
         if self.config.fc_bias:
@@ -215,22 +219,34 @@ class EagleNetwork(_Network):
         """Every token of the target's vocabulary can be drafted."""
         return None
 
+    @classmethod
+    def start(cls, config: EagleConfig, target: Decoder, seed: int = 0, scale: float = 0.02) -> "EagleNetwork":
+        """Where training starts, float32: the layer is the target's last one and `fc` passes the feature on; the rest
+        is random, and all of it where the layer has another shape than the target's.
+        """
+        fresh, known = random_make(seed, jnp.float32, scale), _of_target(config.layer, target)
 
-class Buffer(nnx.Variable):
-    """What belongs to a network and is not trained."""
+        def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+            value = jnp.ones(shape) if name.endswith("norm") else fresh(name, shape, axes)
+            if name == "fc" and known:
+                return value.at[shape[1] :].set(jnp.eye(shape[1]))
+            return jnp.zeros(shape) if name == "fc_bias" else known.get(name, value)
+
+        return cls(config, make)
 
 
-class Eagle3Network(_Network):
+class Eagle3Network(DraftVocabulary, _Network):
     """EAGLE-3 (Li et al. 2025), section 3.1: features of three layers fused by `fc`, attention reads
     `[norm(embedding(t + 1)); norm(feature(t))]`, the residual is the feature. Its output feeds it further as it is; its
-    own norm and head read tokens of the draft vocabulary out of it.
+    own norm and head read tokens of the draft vocabulary out of it. The norms that others have added since are options
+    of `Eagle3Config`.
     """
 
     name: ClassVar[str] = "eagle3"
 
     def __init__(self, config: Eagle3Config, make: Make, d2t: np.ndarray | None = None):
         """Build with parameters from `make(path, shape, logical axes)`: `fc [3Mt, M]`, `embed_norm`, `feature_norm`,
-        `norm`, `head [Vd, M]`, `embed`, `layers.0.*`.
+        `norm`, `head [Vd, M]`, `embed`, `layers.0.*`, `input_norm [3Mt]`, `fc_norm [3, Mt]`.
 
         Args:
             d2t: offsets: draft id i stands for the target's id `i + d2t[i]`. May only be left out where the draft
@@ -240,13 +256,15 @@ class Eagle3Network(_Network):
         super().__init__(config, make, input_width=2 * width, input_norm=False)
         inputs = len(c.feature_layers) * c.target_hidden_size
         self.fc = nnx.Param(make("fc", (inputs, width), (None, "model")))
+        if c.norm_before_fc:
+            self.input_norm = nnx.Param(make("input_norm", (inputs,), (None,)))
+        if c.fc_norm:
+            self.fc_norm = nnx.Param(make("fc_norm", (len(c.feature_layers), c.target_hidden_size), (None, None)))
         self.embed_norm = nnx.Param(make("embed_norm", (width,), ("model",)))
         self.feature_norm = nnx.Param(make("feature_norm", (width,), ("model",)))
         self.norm = nnx.Param(make("norm", (width,), ("model",)))
         self.head = nnx.Param(make("head", (c.draft_vocab_size, width), ("vocab", "model")))
-        d2t = checked_d2t(d2t, c.draft_vocab_size, c.layer.vocab_size)
-        self.d2t = Buffer(jnp.asarray(d2t, jnp.int32))
-        self.whole = c.draft_vocab_size == c.layer.vocab_size and not d2t.any()
+        self.set_vocabulary(d2t, c.draft_vocab_size, c.layer.vocab_size)
 
     def __call__(
         self,
@@ -256,41 +274,34 @@ class Eagle3Network(_Network):
         mask: Bool[Array, "B T E+T"],
         cache: KVCache | None = None,
         length: Int[Array, "B"] | None = None,
-        earlier: KVCache | None = None,
+        earlier: KVCache | F.Steps | None = None,
     ) -> Fed:
         """The layer over a block of pairs; arguments as `EagleNetwork`'s."""
         features = features.astype(self.dtype)
         normed = self.rms_norm(features, self.feature_norm)
         reads = jnp.concatenate([self.rms_norm(embedded.astype(self.dtype), self.embed_norm), normed], axis=-1)
         residual = normed if self.config.norm_before_residual else features
-        return Fed(*self._run(residual, reads, positions, mask, cache, length, earlier))
+        x, block = self._run(residual, reads, positions, mask, cache, length, earlier)
+        return Fed(self.rms_norm(x, self.norm) if self.config.norm_output else x, block)
 
     @property
     def features(self) -> tuple[str, ...]:
         return tuple(f"layer.{i}" for i in self.config.feature_layers)
 
     def fuse(self, features: dict[str, Float[Array, "B T M"]]) -> Float[Array, "B T M"]:
-        joined = jnp.concatenate([features[name] for name in self.features], axis=-1)
-        _fits("target_hidden_size", self.config.target_hidden_size, joined.shape[-1] // len(self.features))
-        return project(joined.astype(self.dtype), self.fc[...])
+        parts = [features[name].astype(self.dtype) for name in self.features]
+        _fits("target_hidden_size", self.config.target_hidden_size, parts[0].shape[-1])
+        if self.config.fc_norm:
+            parts = [self.rms_norm(part, weight) for part, weight in zip(parts, self.fc_norm[...], strict=True)]
+        joined = jnp.concatenate(parts, axis=-1)
+        if self.config.norm_before_fc:
+            joined = self.rms_norm(joined, self.input_norm)
+        return project(joined, self.fc[...])
 
     def logits(self, features: Float[Array, "B T M"], target: TargetModel) -> Float[Array, "B T Vd"]:
         """Scores of the draft vocabulary's tokens for outputs of the network, float32."""
-        rows = self.rms_norm(features, self.norm)
+        rows = features if self.config.norm_output else self.rms_norm(features, self.norm)
         return jnp.einsum("btm,vm->btv", rows, self.head[...], preferred_element_type=jnp.float32)
-
-    @property
-    def target_ids(self) -> Int[Array, "Vd"] | None:
-        """The target's id of each draft id; None where they are the same."""
-        return None if self.whole else self._ids()
-
-    def _ids(self) -> Int[Array, "Vd"]:
-        return jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
-
-    @property
-    def t2d(self) -> Bool[Array, "V"]:
-        """Which of the target's tokens can be drafted."""
-        return jnp.zeros(self.config.layer.vocab_size, bool).at[self._ids()].set(True)
 
     @classmethod
     def from_arrays(
@@ -300,10 +311,59 @@ class Eagle3Network(_Network):
         return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh), arrays.get("d2t"))
 
     @classmethod
+    def start(
+        cls, config: Eagle3Config, target: Decoder, tokens: Any = None, seed: int = 0, scale: float = 0.02
+    ) -> "Eagle3Network":
+        """Where training starts, float32: what the target knows where shapes allow, small random numbers elsewhere.
+
+        The layer is the target's last one (the half of its attention that reads embeddings is random), `fc` passes the
+        deepest feature on, norm and head are the target's. Where the network has another width, all of it is random.
+
+        Args:
+            tokens: the draft vocabulary, `config.draft_vocab_size` ids of the target; None for all.
+        """
+        fresh, known = random_make(seed, jnp.float32, scale), _of_target(config.layer, target)
+        d2t = None if tokens is None else offsets(tokens)
+        ids = jnp.arange(config.draft_vocab_size) + (0 if d2t is None else jnp.asarray(d2t))
+
+        def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+            value = jnp.ones(shape) if name.endswith("norm") else fresh(name, shape, axes)
+            if not known:
+                return value
+            if name == "head":
+                return known[name][ids]
+            if name == "layers.0.qkv":
+                return jnp.concatenate([value[: shape[0] // 2], known[name]])
+            if name == "fc":
+                return value.at[-shape[1] :].set(jnp.eye(shape[1]))
+            return known.get({"feature_norm": "layers.0.attn_norm"}.get(name, name), value)
+
+        return cls(config, make, d2t)
+
+    @classmethod
     def random(
         cls, config: Eagle3Config, seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.02, d2t: Any = None
     ) -> "Eagle3Network":
         return cls(config, random_make(seed, dtype, scale), d2t)
+
+
+def _of_target(layer: ModelConfig, target: Decoder) -> dict[str, Float[Array, "..."]]:
+    """The target's last layer, final norm, embeddings and head, float32, by a network's names; empty where the layer
+    has other shapes.
+    """
+    wanted = replace(plain_layer(target.config), max_positions=layer.max_positions)
+    if layer != wanted:
+        return {}
+    last = target.layers[-1]
+    names = ("attn_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
+    if not all(hasattr(last, name) for name in names):
+        return {}
+    values = {f"layers.0.{name}": getattr(last, name)[...] for name in names}
+    head = target.embed if target.config.tie_embeddings else target.head
+    values |= {"norm": target.norm[...], "head": head[...], "embed": target.embed[...]}
+    offset = target.config.norm_offset
+    values = {name: v + offset if name.endswith("norm") and offset else v for name, v in values.items()}
+    return {name: value.astype(jnp.float32) for name, value in values.items()}
 
 
 def _fits(name: str, expected: int, found: int) -> None:

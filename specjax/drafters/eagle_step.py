@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
+from specjax.drafters.vocabulary import Scores
 from specjax.sampling import process
 from specjax.state import Context
 
@@ -28,35 +29,6 @@ class Memory:
     feature: Float[Array, "B M"]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Logits of the children of W nodes, processed as the target's are.
-
-    Attributes:
-        values: over the C tokens that can be drafted; -inf where a token is not allowed.
-        ids: the target's id of each, None where they are the same.
-        vocab_size: V.
-    """
-
-    values: Float[Array, "B W C"]
-    ids: Int[Array, "C"] | None
-    vocab_size: int
-
-    def tokens(self, index: Int[Array, "*B"]) -> Int[Array, "*B"]:
-        """The target's ids."""
-        return index if self.ids is None else self.ids[index]
-
-    def spread(self, values: Float[Array, "B C"], rest: float) -> Float[Array, "B V"]:
-        """Values over the target's vocabulary, `rest` where nothing can be drafted."""
-        return spread(values, self.ids, self.vocab_size, rest)
-
-
-def spread(values: Float[Array, "*B C"], ids: Int[Array, "C"] | None, size: int, rest: float) -> Float[Array, "*B V"]:
-    if ids is None:
-        return values
-    return jnp.full((*values.shape[:-1], size), rest, values.dtype).at[..., ids].set(values)
-
-
 def child_scores(
     network: EagleNetwork | Eagle3Network,
     context: Context,
@@ -74,15 +46,14 @@ def child_scores(
             taken.
     """
     rules = context.rules if filtered else replace(context.rules, filters=())
-    logits, ids, size = network.logits(features, context.model), network.target_ids, context.model.vocab_size
-    if rules.reads_text:  # penalties and processors know the target's ids
-        logits, ids = spread(logits, ids, size, -jnp.inf), None
+    logits = network.logits(features, context.model)
+    scores = Scores(logits, network.target_ids, context.model.vocab_size).readable(rules)
     depths = jnp.full(paths.shape[0], depth, jnp.int32)
 
     def one(logits: Array, path: Array) -> Array:
         return process(logits, rules, context.text(path, depths))
 
-    return Scores(jax.vmap(one, in_axes=1, out_axes=1)(logits, paths), ids, size)
+    return replace(scores, values=jax.vmap(one, in_axes=1, out_axes=1)(scores.values, paths))
 
 
 def feed_nodes(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
-from specjax.drafters.eagle_step import Memory, Scores, child_scores, feed_nodes, known, pick
+from specjax.drafters.eagle_step import Memory, child_scores, feed_nodes, known, pick
+from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError
 from specjax.state import Context
 from specjax.trees import Draft, best

@@ -18,6 +18,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from specjax.drafters.eagle_config import offsets
+from specjax.drafters.vocabulary import DraftVocabulary, logits_of
 from specjax.errors import InputError
 from specjax.models.decoder import Make
 from specjax.models.interface import TargetModel
@@ -35,6 +37,8 @@ class MedusaConfig:
         num_heads: tokens guessed after the pending one.
         num_layers: residual blocks of a head.
         shared_head: the heads read tokens with the target's own head instead of one each.
+        draft_vocab_size: tokens that can be drafted; None for all. Reading fewer rows of a head is what makes four
+            heads cheap beside a small target.
     """
 
     hidden_size: int
@@ -42,20 +46,28 @@ class MedusaConfig:
     num_heads: int = 4
     num_layers: int = 1
     shared_head: bool = False
+    draft_vocab_size: int | None = None
 
 
-class MedusaHeads(nnx.Module):
+class MedusaHeads(DraftVocabulary, nnx.Module):
     """The heads: `x + SiLU(W x + b)` (a few times), then a linear map to the vocabulary; section 2.1.1."""
 
-    def __init__(self, config: MedusaConfig, make: Make):
-        """Build with parameters from `make(path, shape, logical axes)`: `linear [H, J, M, M]`, `bias`, `head`."""
+    def __init__(self, config: MedusaConfig, make: Make, d2t: np.ndarray | None = None):
+        """Build with parameters from `make(path, shape, logical axes)`: `linear [H, J, M, M]`, `bias`, and `head
+        [H, Vd, M]` where it is not the target's.
+
+        Args:
+            d2t: offsets: draft id i stands for the target's id `i + d2t[i]`. May only be left out where the draft
+                vocabulary is the target's.
+        """
         c = self.config = config
         blocks, width = (c.num_heads, c.num_layers), c.hidden_size
         self.linear = nnx.Param(make("linear", (*blocks, width, width), (None, None, None, "model")))
         self.bias = nnx.Param(make("bias", (*blocks, width), (None, None, "model")))
         if not c.shared_head:
-            shape = (c.num_heads, c.vocab_size, width)
+            shape = (c.num_heads, c.draft_vocab_size or c.vocab_size, width)
             self.head = nnx.Param(make("head", shape, (None, "vocab", "model")))
+        self.set_vocabulary(d2t, c.draft_vocab_size or c.vocab_size, c.vocab_size)
 
     def __call__(self, hidden: Float[Array, "*B M"]) -> Float[Array, "*B H M"]:
         """What each of the H heads makes of a hidden state."""
@@ -66,39 +78,59 @@ class MedusaHeads(nnx.Module):
             x = x + jax.nn.silu(jnp.einsum("...hm,hmn->...hn", x, linear[:, i]) + bias[:, i])
         return x.astype(hidden.dtype)
 
-    def logits(self, hidden: Float[Array, "*B M"], target: TargetModel) -> Float[Array, "*B H V"]:
-        """Scores of every token under each head, float32: of the tokens t + 2, t + 3, … for the hidden state at t."""
+    def logits(self, hidden: Float[Array, "*B M"], target: TargetModel) -> Float[Array, "*B H Vd"]:
+        """Scores of the draftable tokens under each head, float32: of the tokens t + 2, t + 3, … for the hidden state
+        at t.
+        """
         x = self(hidden)
         if self.config.shared_head:
-            return target.logits(x)
+            return logits_of(target, x, self.target_ids)
         head = self.head[...]
         return jnp.einsum("...hm,hvm->...hv", x.astype(head.dtype), head, preferred_element_type=jnp.float32)
+
+    def head_logits(self, i: int, hidden: Float[Array, "*B M"], target: TargetModel) -> Float[Array, "*B Vd"]:
+        """Scores under head i alone: of the token t + 2 + i."""
+        linear, bias = self.linear[...][i], self.bias[...][i]
+        x = hidden.astype(linear.dtype)
+        for j in range(self.config.num_layers):
+            x = x + jax.nn.silu(x @ linear[j] + bias[j])
+        if self.config.shared_head:
+            return logits_of(target, x.astype(hidden.dtype), self.target_ids)
+        return jnp.einsum("...m,vm->...v", x, self.head[...][i], preferred_element_type=jnp.float32)
 
     @classmethod
     def from_arrays(
         cls, config: MedusaConfig, arrays: dict[str, np.ndarray], dtype: Any = jnp.float32, mesh: Any = None
     ) -> "MedusaHeads":
-        """Build from arrays named `linear`, `bias` and `head`, cast to `dtype` and placed on `mesh`."""
-        return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh))
+        """Build from arrays named `linear`, `bias`, `head` and `d2t`, cast to `dtype` and placed on `mesh`."""
+        return cls(config, lambda name, shape, axes: place(arrays[name], dtype, axes, mesh), arrays.get("d2t"))
 
     @classmethod
     def random(
-        cls, config: MedusaConfig, seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.02
+        cls, config: MedusaConfig, seed: int = 0, dtype: Any = jnp.float32, scale: float = 0.02, d2t: Any = None
     ) -> "MedusaHeads":
         rng = np.random.default_rng(seed)
-        return cls(config, lambda name, shape, axes: jnp.asarray(scale * rng.standard_normal(shape), dtype))
+        return cls(config, lambda name, shape, axes: jnp.asarray(scale * rng.standard_normal(shape), dtype), d2t)
 
     @classmethod
-    def start(cls, config: MedusaConfig, target: TargetModel, dtype: Any = jnp.float32) -> "MedusaHeads":
-        """Where training starts: `W` and `b` zero, output heads the target's, so that every head says what it says."""
+    def start(
+        cls, config: MedusaConfig, target: TargetModel, dtype: Any = jnp.float32, tokens: Any = None
+    ) -> "MedusaHeads":
+        """Where training starts: `W` and `b` zero, output heads the target's, so that every head says what it says.
+
+        Args:
+            tokens: the draft vocabulary, `config.draft_vocab_size` ids of the target; None for all.
+        """
+        d2t = None if tokens is None else offsets(tokens)
+        ids = None if d2t is None else jnp.arange(len(d2t)) + jnp.asarray(d2t)
 
         def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
             if name != "head":
                 return jnp.zeros(shape, dtype)
-            one = target.logits(jnp.eye(config.hidden_size)[None])[0].T
+            one = logits_of(target, jnp.eye(config.hidden_size)[None], ids)[0].T
             return jnp.broadcast_to(one.astype(dtype), shape)
 
-        return cls(config, make)
+        return cls(config, make, d2t)
 
 
 @jax.tree_util.register_dataclass
@@ -155,8 +187,10 @@ class Medusa:
         parents = jnp.broadcast_to(jnp.array(tree.parents, jnp.int32), (batch, tree.num_nodes))
         if not tree.num_nodes:
             return Draft(parents, parents, parents >= 0), memory
-        size = self.heads.config.vocab_size
-        scores, tokens = jax.lax.top_k(self.heads.logits(memory, context.model), min(int(ranks.max()) + 1, size))
+        scores = self.heads.logits(memory, context.model)
+        scores, tokens = jax.lax.top_k(scores, min(int(ranks.max()) + 1, scores.shape[-1]))
+        if self.heads.target_ids is not None:
+            tokens = self.heads.target_ids[tokens]
         exists = jnp.asarray(ranks < tokens.shape[-1])  # a tiny vocabulary may have fewer tokens than ranks
         ranks = np.where(ranks < tokens.shape[-1], ranks, 0)
         # a one-token prompt has no hidden state before the pending token yet

@@ -7,21 +7,31 @@ weight is read.
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specjax.errors import CheckpointError
 from specjax.models.config import ModelConfig
+from specjax.models.files import (
+    CONFIG,
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    compare_shapes,
+    one_line,
+    open_safetensors,
+    pickles,
+    read_json,
+    replace_files,
+    safetensors_files,
+)
 from specjax.models.layout import EMBED, HEAD, recipes
-
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-DTYPES = ("F32", "F16", "BF16", "F64")
 
 
 def read_hf_directory(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, np.ndarray]]:
@@ -38,14 +48,16 @@ def read_hf_directory(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[s
     folder = Path(path)
     config = read_hf_config(folder)
     with ExitStack() as stack:
-        tensors = _Tensors([stack.enter_context(_open(file)) for file in _weight_files(folder)], folder, config)
+        tensors = _Tensors(
+            [stack.enter_context(open_safetensors(file)) for file in _weight_files(folder)], folder, config
+        )
         return config, assemble(config, tensors.read)
 
 
 def read_hf_config(path: str | os.PathLike[str]) -> ModelConfig:
     """The configuration alone."""
     file = Path(path) / CONFIG
-    return ModelConfig.from_hf(_json(file), str(file))
+    return ModelConfig.from_hf(read_json(file), str(file))
 
 
 def assemble(config: ModelConfig, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
@@ -75,14 +87,14 @@ def write_hf_directory(
     """
     folder, table = Path(path), recipes(config)
     shapes = {name: tuple(value.shape) for name, value in arrays.items()}
-    _compare(str(folder), shapes, {name: recipe.shape for name, recipe in table.items()}, "parameter")
+    compare_shapes(str(folder), shapes, {name: recipe.shape for name, recipe in table.items()}, "parameter")
     tensors: dict[str, np.ndarray] = {}
     for name, recipe in table.items():
         parts = recipe.split(np.asarray(arrays[name]))
         tensors |= zip(recipe.sources, map(np.ascontiguousarray, parts), strict=True)
     text = json.dumps(config.to_hf() | {"dtype": str(tensors[EMBED].dtype)} | extra, indent=2) + "\n"
     # transformers asks for the "format" note
-    _replace(
+    replace_files(
         folder,
         {
             WEIGHTS: lambda file: save_file(tensors, file, metadata={"format": "pt"}),
@@ -109,7 +121,7 @@ class _Tensors:
         elif config.tie_embeddings and HEAD in self.where:
             spare = self.where.pop(HEAD)
         headers = {name: file.get_slice(stored) for name, (file, stored) in self.where.items()}
-        _compare(self.folder, {n: tuple(h.get_shape()) for n, h in headers.items()}, expected, "tensor")
+        compare_shapes(self.folder, {n: tuple(h.get_shape()) for n, h in headers.items()}, expected)
         strange = {n: h.get_dtype() for n, h in headers.items() if h.get_dtype() not in DTYPES}
         if strange:
             name, dtype = next(iter(strange.items()))
@@ -122,7 +134,7 @@ class _Tensors:
         try:
             return file.get_tensor(stored)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.folder}: cannot read tensor {stored}: {_line(error)}") from error
+            raise CheckpointError(f"{self.folder}: cannot read tensor {stored}: {one_line(error)}") from error
 
     def _compare_head(self, file: Any, stored: str) -> None:
         """A tied model reads its embeddings as its head; say so where the file has another one."""
@@ -148,87 +160,13 @@ def _plain_name(stored: str, config: ModelConfig) -> str | None:
     return stored.removeprefix("language_model.")
 
 
-def _compare(
-    where: str, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], kind: str
-) -> None:
-    """Names and shapes must agree."""
-    if missing := [name for name in expected if name not in found]:
-        raise CheckpointError(f"{where}: {len(missing)} missing {kind}(s): {_some(missing)}")
-    if unexpected := [name for name in found if name not in expected]:
-        raise CheckpointError(f"{where}: {len(unexpected)} unexpected {kind}(s): {_some(unexpected)}")
-    wrong = [name for name in expected if found[name] != expected[name]]
-    if wrong:
-        shapes = [f"{n} is {list(found[n])}, {CONFIG} asks for {list(expected[n])}" for n in wrong]
-        raise CheckpointError(f"{where}: {len(wrong)} {kind}(s) of the wrong shape: {_some(shapes, 2)}")
-
-
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        names = _json(folder / INDEX).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f"{folder / INDEX}: missing key 'weight_map'")
-        shards = [folder / name for name in sorted(set(names.values()))]
-        if missing := [file.name for file in shards if not file.is_file()]:
-            raise CheckpointError(f"{folder}: missing file(s) that {INDEX} lists: {_some(missing)}")
-        return shards
-    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickles:
+    if files := safetensors_files(folder):
+        return files
+    if found := pickles(folder):
         raise CheckpointError(
-            f"{folder / pickles[0]}: a PyTorch pickle can run code when opened and is not read; convert it where you "
+            f"{folder / found[0]}: a PyTorch pickle can run code when opened and is not read; convert it where you "
             f'trust it: python -c "import transformers as t; [A.from_pretrained({str(folder)!r}).save_pretrained('
             f'{str(folder) + "-safetensors"!r}) for A in (t.AutoModelForCausalLM, t.AutoTokenizer)]"'
         )
     raise CheckpointError(f"{folder}: no {WEIGHTS} and no {INDEX} in this directory")
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({_line(error)})") from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror or error}; expected a Hugging Face model directory") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({_line(error)})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object")
-    return value
-
-
-def _replace(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) -> None:
-    """Write every file under a temporary name first, then rename them all."""
-    made = not folder.exists()
-    temporary = {name: folder / f".{name}.{os.getpid()}.tmp" for name in writers}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, write in writers.items():
-            temporary[name].touch()
-            mode = temporary[name].stat().st_mode
-            write(temporary[name])
-            temporary[name].chmod(mode)  # safetensors makes its file private to the user
-        for name, file in temporary.items():
-            os.replace(file, folder / name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot write the checkpoint: {_line(error)}") from error
-    finally:
-        for file in temporary.values():
-            file.unlink(missing_ok=True)
-        if made and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _some(names: Iterable[str], count: int = 4) -> str:
-    names = list(names)
-    rest = len(names) - count
-    return ", ".join(names[:count]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -69,9 +69,10 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         return x
 
-    def logits(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
-        """Scores of every token, float32."""
+    def logits(self, hidden: Float[Array, "B T M"], ids: Int[Array, "C"] | None = None) -> Float[Array, "B T V"]:
+        """Scores of every token, or of those in `ids` alone; float32."""
         head = self.embed[...] if self.config.tie_embeddings else self.head[...]
+        head = head if ids is None else head[ids]
         rows = hidden.reshape(-1, hidden.shape[-1])
         scores = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return scores.reshape(*hidden.shape[:-1], -1)
@@ -163,7 +164,7 @@ class Layer(nnx.Module):
         x: Float[Array, "B T M"],
         view: "View",
         cache: tuple[Array, Array] | None,
-        earlier: tuple[Array, Array] | None = None,
+        earlier: "tuple[Array, Array] | F.Steps | None" = None,
         reads: Float[Array, "B T I"] | None = None,
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
         """Return the residual stream after the layer, and the block's keys and values.
@@ -171,7 +172,8 @@ class Layer(nnx.Module):
         Args:
             x: the residual stream.
             earlier: keys and values `[B, K, E, D]` that are not in the cache; the block mask is then `[B, T, E + T]`,
-                these first. Only for layers without a window, which goes by the positions of the block alone.
+                these first. Only for layers without a window, which goes by the positions of the block alone. Or the
+                earlier steps of an unrolled text.
             reads: what attention reads instead of the residual stream.
         """
         c = self.config
@@ -191,7 +193,7 @@ class Layer(nnx.Module):
         x: Float[Array, "B T I"],
         view: "View",
         cache: tuple[Array, Array] | None,
-        earlier: tuple[Array, Array] | None = None,
+        earlier: "tuple[Array, Array] | F.Steps | None" = None,
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
         c = self.config
         qkv = project(x, self.qkv[...])
@@ -205,10 +207,13 @@ class Layer(nnx.Module):
             turned = F.rotate(qkv[:, :, :, :-1], tables)
         turned = turned.transpose(0, 2, 3, 1, 4)  # [B, K, G+1, T, D]
         q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, :, -1].transpose(0, 2, 1, 3)
-        block = (k, v)
-        if earlier is not None:
-            block = (jnp.concatenate([earlier[0], k], axis=2), jnp.concatenate([earlier[1], v], axis=2))
-        mixed = F.attention(q, block, block_mask, cache, cache_mask, c.attention_scale)
+        if isinstance(earlier, F.Steps):
+            mixed = F.unrolled_attention(q, (k, v), earlier, block_mask, c.attention_scale)
+        else:
+            block = (k, v)
+            if earlier is not None:
+                block = (jnp.concatenate([earlier[0], k], axis=2), jnp.concatenate([earlier[1], v], axis=2))
+            mixed = F.attention(q, block, block_mask, cache, cache_mask, c.attention_scale)
         mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(*x.shape[:2], -1)
         out = project(mixed, self.out[...].reshape(-1, c.hidden_size))
         return out + self.out_bias[...] if c.out_bias else out, k, v

@@ -1,6 +1,7 @@
 """The pieces a decoder layer is made of: norm, rotary embedding, attention over a cache and a block, experts."""
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,44 @@ def attention(
         own, past = jnp.exp(own - top), jnp.exp(past - top)
         mixed, total = mix(own, values) + mix(past, cache[1]), jnp.sum(own, axis=2) + jnp.sum(past, axis=2)
     return (mixed / total[..., None]).astype(keys.dtype).reshape(batch, heads, group, tokens, width)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Keys and values `[B, K, T, D]` of the earlier steps of an unrolled text (EAGLE-3's training-time test)."""
+
+    pairs: tuple[tuple[Array, Array], ...]
+
+    def then(self, keys: Array, values: Array) -> "Steps":
+        return Steps((*self.pairs, (keys, values)))
+
+
+def unrolled_attention(
+    q: Float[Array, "B K G T D"],
+    own: tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]],
+    steps: Steps,
+    mask: Float[Array, "B T T"],
+    scale: float,
+) -> Float[Array, "B K G T D"]:
+    """Attention of one step over a whole text: it sees the first step's keys as `mask` (0 or MASKED) says, and of every
+    later step, its own included, the one at its own place.
+
+    The same as `attention` with all steps' keys and a mask of diagonals, without computing what the diagonals hide.
+    """
+    (keys, values), *later = steps.pairs
+    later = [*later, own]
+    q = (q * scale).astype(keys.dtype)
+    scores = jnp.einsum("bkgtd,bkud->bkgtu", q, keys, preferred_element_type=jnp.float32) + mask[:, None, None]
+    beside = [jnp.einsum("bkgtd,bktd->bkgt", q, k, preferred_element_type=jnp.float32) for k, _ in later]
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1), jnp.max(jnp.stack(beside), axis=0)))
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    mixed = jnp.einsum("bkgtu,bkud->bkgtd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    for score, (_, v) in zip(beside, later, strict=True):
+        weight = jnp.exp(score - top)
+        total = total + weight
+        mixed = mixed + weight[..., None] * v[:, :, None].astype(jnp.float32)
+    return (mixed / total[..., None]).astype(q.dtype)
 
 
 def activate(name: str, x: Array) -> Array:

@@ -33,13 +33,13 @@ class Recipe:
 def recipes(config: ModelConfig) -> dict[str, Recipe]:
     """One recipe for every parameter of the decoder, by its path (`layers.0.qkv`)."""
     c = config
-    table = {"embed": _same(EMBED, c.vocab_size, c.hidden_size), "norm": _same("model.norm.weight", c.hidden_size)}
+    table = {"embed": same(EMBED, c.vocab_size, c.hidden_size), "norm": same("model.norm.weight", c.hidden_size)}
     if not c.tie_embeddings:
-        table["head"] = _same(HEAD, c.vocab_size, c.hidden_size)
+        table["head"] = same(HEAD, c.vocab_size, c.hidden_size)
     for i in range(c.num_layers):
         layer = _attention(c, f"model.layers.{i}.self_attn.")
         for ours, theirs in _norms(c).items():
-            layer[ours] = _same(f"model.layers.{i}.{theirs}.weight", c.hidden_size)
+            layer[ours] = same(f"model.layers.{i}.{theirs}.weight", c.hidden_size)
         if c.moe is not None and c.moe.layers[i]:
             layer |= _experts(c, f"model.layers.{i}.mlp.")
         else:
@@ -89,9 +89,9 @@ def _attention(c: ModelConfig, at: str) -> dict[str, Recipe]:
         biases = {f"{at}{name}.bias": (size,) for name, size in rows.items()}
         table["qkv_bias"] = Recipe(biases, (kv, group + 2, head_dim), lambda parts: join(parts, ()), split)
     if c.out_bias:
-        table["out_bias"] = _same(f"{at}o_proj.bias", c.hidden_size)
+        table["out_bias"] = same(f"{at}o_proj.bias", c.hidden_size)
     if c.qk_norm:
-        table["q_norm"], table["k_norm"] = _same(f"{at}q_norm.weight", head_dim), _same(f"{at}k_norm.weight", head_dim)
+        table["q_norm"], table["k_norm"] = same(f"{at}q_norm.weight", head_dim), same(f"{at}k_norm.weight", head_dim)
     return table
 
 
@@ -104,7 +104,7 @@ def _feed_forward(c: ModelConfig, at: str) -> dict[str, Recipe]:
             lambda parts: np.stack([x.T for x in parts], axis=1),
             lambda x: [x[:, 0].T, x[:, 1].T],
         ),
-        "down": _transposed(f"{at}down_proj.weight", width, hidden),
+        "down": transposed(f"{at}down_proj.weight", width, hidden),
     }
 
 
@@ -120,7 +120,7 @@ def _experts(c: ModelConfig, at: str) -> dict[str, Recipe]:
 
     names = [(e, name) for e in range(count) for name in ("gate", "up")]
     return {
-        "router": _transposed(f"{at}gate.weight", hidden, count),
+        "router": transposed(f"{at}gate.weight", hidden, count),
         "experts_gate_up": Recipe(
             {f"{at}experts.{e}.{name}_proj.weight": (width, hidden) for e, name in names},
             (count, hidden, 2, width),
@@ -136,9 +136,11 @@ def _experts(c: ModelConfig, at: str) -> dict[str, Recipe]:
     }
 
 
-def _same(name: str, *shape: int) -> Recipe:
+def same(name: str, *shape: int) -> Recipe:
+    """One tensor, as it is."""
     return Recipe({name: shape}, shape, lambda parts: parts[0], lambda x: [x])
 
 
-def _transposed(name: str, rows: int, columns: int) -> Recipe:
+def transposed(name: str, rows: int, columns: int) -> Recipe:
+    """One matrix, stored `[columns, rows]`."""
     return Recipe({name: (columns, rows)}, (rows, columns), lambda parts: parts[0].T, lambda x: [x.T])

@@ -77,7 +77,7 @@ def load(
         InputError: an unknown dtype, a default target that cannot be fetched.
         CheckpointError: nothing there, or something that is not a model of a supported family.
     """
-    dtype = _dtype_name(dtype)
+    dtype = dtype_name(dtype)
     name = default_target.NAME if name_or_path is None else os.fspath(name_or_path)
     path = Path(name).expanduser()
     # the built-in name means the same everywhere, whatever lies in the working directory
@@ -160,7 +160,8 @@ def _generation_eos(file: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """One of DTYPES, however it was given; raises InputError for others."""
     try:
         name = str(jnp.dtype(dtype).name)
     except TypeError:

@@ -157,6 +157,12 @@ def compare(a: Tokenizer, b: Tokenizer) -> int | None:
     return None if len(first) == len(second) else min(len(first), len(second))
 
 
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    """Sixteen hexadecimal digits that are the same for two tokenizers exactly where `compare` finds no difference."""
+    tokens = _without_padding(tokenizer.tokens())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
 _PADDING = re.compile(r"(\[PAD\d*\]|<pad\d+>|<unused\d+>)?")
 
 

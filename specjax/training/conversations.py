@@ -73,7 +73,7 @@ def read_conversations(*paths: str | Path) -> list[Conversation]:
     """
     conversations = []
     for path in paths:
-        files = _files(Path(path))
+        files = files_of(Path(path))
         found = [conversation for file in files for conversation in _read_file(file)]
         if not found:
             raise InputError(f"{path}: no conversations in it; expected rows like {FORMS}")
@@ -151,7 +151,8 @@ def _ids(value: Any, name: str, where: str) -> tuple[int, ...]:
     raise InputError(f"{where}: {name} is {_short(value)}; expected a list of token ids")
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
+    """A file, or the `.jsonl` and `.jsonl.gz` files of a directory, by name."""
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
@@ -161,6 +162,18 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> list[Conversation]:
+    return [parse_row(row, where) for where, row in read_rows(path, FORMS)]
+
+
+def read_rows(path: Path, forms: str) -> list[tuple[str, Any]]:
+    """The rows of one file, decoded from JSON, each with where it stands.
+
+    Args:
+        forms: what rows look like, for error messages.
+
+    Raises:
+        InputError: a file that cannot be read or decoded.
+    """
     try:
         data = path.read_bytes()
         if data.startswith(b"\x1f\x8b"):
@@ -169,24 +182,24 @@ def _read_file(path: Path) -> list[Conversation]:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     data = data.removeprefix(b"\xef\xbb\xbf")
     if data.lstrip()[:1] == b"[":
-        rows = _json(data, str(path), many_lines=True)
-        return [parse_row(row, f"{path}, row {n + 1}") for n, row in enumerate(rows)]
-    conversations = []
+        rows = _json(data, str(path), forms, many_lines=True)
+        return [(f"{path}, row {n + 1}", row) for n, row in enumerate(rows)]
+    found = []
     for n, line in enumerate(data.split(b"\n")):
         if line.strip():
             where = f"{path}, line {n + 1}"
-            conversations.append(parse_row(_json(line, where), where))
-    return conversations
+            found.append((where, _json(line, where, forms)))
+    return found
 
 
-def _json(data: bytes, where: str, many_lines: bool = False) -> Any:
+def _json(data: bytes, where: str, forms: str, many_lines: bool = False) -> Any:
     """Decoded JSON; of a text of many lines, an error names the line."""
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:
         line, problem = data.count(b"\n", 0, error.start) + 1, f"not valid UTF-8 (at byte {error.start})"
     except json.JSONDecodeError as error:
-        line, problem = error.lineno, f"not JSON ({error.msg} at column {error.colno}); expected {FORMS}"
+        line, problem = error.lineno, f"not JSON ({error.msg} at column {error.colno}); expected {forms}"
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
         raise InputError(f"{where}: cannot be read as JSON ({error})") from None
     raise InputError(f"{where}{f', line {line}' if many_lines else ''}: {problem}")

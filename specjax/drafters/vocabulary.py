@@ -1,0 +1,89 @@
+"""Draft vocabularies: a drafter may know fewer tokens than its target, under ids of its own.
+
+Draft id i stands for the target's id `i + d2t[i]`; everything outside has probability 0 in the drafter's law. Scores
+stay over the draft vocabulary as long as they can: that is what makes a small head cheap.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.drafters.eagle_config import checked_d2t
+from specjax.models.decoder import Decoder
+from specjax.models.interface import TargetModel
+from specjax.sampling import Rules
+
+
+class Buffer(nnx.Variable):
+    """What belongs to a network and is not trained."""
+
+
+class DraftVocabulary:
+    """A network with a draft vocabulary: mixed into an `nnx.Module`."""
+
+    d2t: Buffer
+    whole: bool
+    vocab_sizes: tuple[int, int]
+
+    def set_vocabulary(self, d2t: Any, draft_vocab_size: int, vocab_size: int) -> None:
+        """Raises InputError where the offsets do not fit, or are missing where they are needed."""
+        d2t = checked_d2t(d2t, draft_vocab_size, vocab_size)
+        self.d2t = Buffer(jnp.asarray(d2t, jnp.int32))
+        self.whole = draft_vocab_size == vocab_size and not d2t.any()
+        self.vocab_sizes = (draft_vocab_size, vocab_size)
+
+    @property
+    def target_ids(self) -> Int[Array, "Vd"] | None:
+        """The target's id of each draft id; None where they are the same."""
+        return None if self.whole else self._ids()
+
+    @property
+    def t2d(self) -> Bool[Array, "V"]:
+        """Which of the target's tokens can be drafted."""
+        return jnp.zeros(self.vocab_sizes[1], bool).at[self._ids()].set(True)
+
+    def _ids(self) -> Int[Array, "Vd"]:
+        return jnp.arange(self.vocab_sizes[0]) + self.d2t[...]
+
+
+def logits_of(target: TargetModel, hidden: Float[Array, "B T M"], ids: Int[Array, "Vd"] | None) -> Array:
+    """The target's scores of the tokens `ids` (None: of all), float32 `[B, T, Vd]`, for its hidden states."""
+    if ids is None:
+        return target.logits(hidden)
+    if isinstance(target, Decoder):  # only the rows of the head that are wanted
+        return target.logits(hidden, ids)
+    return target.logits(hidden)[..., ids]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Logits of what can follow a node: raw, or processed as the target's are.
+
+    Attributes:
+        values: over the C tokens that can be drafted; -inf where a token is not allowed.
+        ids: the target's id of each, None where they are the same.
+        vocab_size: V.
+    """
+
+    values: Float[Array, "*B C"]
+    ids: Int[Array, "C"] | None
+    vocab_size: int
+
+    def readable(self, rules: Rules) -> "Scores":
+        """Over the target's ids, where penalties or processors will read them: they know no others."""
+        if self.ids is None or not rules.reads_text:
+            return self
+        return replace(self, values=self.spread(self.values, -jnp.inf), ids=None)
+
+    def tokens(self, index: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """The target's ids."""
+        return index if self.ids is None else self.ids[index]
+
+    def spread(self, values: Float[Array, "*B C"], rest: float) -> Float[Array, "*B V"]:
+        """Values over the target's vocabulary, `rest` where nothing can be drafted."""
+        if self.ids is None:
+            return values
+        return jnp.full((*values.shape[:-1], self.vocab_size), rest, values.dtype).at[..., self.ids].set(values)

@@ -1,0 +1,197 @@
+"""What EAGLE's networks are trained for.
+
+Both objectives unroll the network over the text as decoding would (`drafters.eagle_unroll`), and compare its scores of
+the token at t + 2 + s with the target's own law there. Only supervised tokens count, each once, however many steps
+predict it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from specjax.drafters.eagle import Eagle
+from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
+from specjax.drafters.eagle_unroll import unroll
+from specjax.drafters.growing import GrownTree
+from specjax.drafters.vocabulary import logits_of
+from specjax.errors import InputError
+from specjax.models.interface import TargetModel
+from specjax.models.target import Target
+from specjax.state import Drafter
+from specjax.training.acceptance import chain_length
+from specjax.training.agreement import Agreement, cross_entropy, draft_places
+from specjax.training.batches import Batch
+from specjax.training.features import segment_mask
+from specjax.training.objective import Losses
+from specjax.training.supervised import Supervised
+from specjax.trees import StaticTree, chain_tree
+
+
+@dataclass(frozen=True)
+class Eagle3Objective:
+    """EAGLE-3's training-time test (Li et al. 2025, section 3.2).
+
+        loss = Σ_s decay^s Σ_u CE(p_u, q_su) / number of supervised tokens u
+
+    p is the target's law before token u over the draft vocabulary, q the draft's at step s, that is when the token is
+    s + 1 ahead of the pending one. There is no feature loss. Tokens outside the draft vocabulary are left out, as the
+    draft can never be right there; they stay in the accuracies, where they count as wrong.
+
+    Attributes:
+        steps: of the unroll (the paper: 7; speculators: 3).
+        decay: weight of a step over that of the one before (0.8 in the published code).
+        capacity: most supervised tokens of a row (`supervised.room`); None runs the head over every position.
+        feature_layers: those of the network.
+        tree: what the drafter that is measured drafts.
+    """
+
+    steps: int = 3
+    decay: float = 0.8
+    capacity: int | None = None
+    feature_layers: tuple[int, ...] = ()
+    tree: StaticTree | GrownTree = chain_tree(5)
+
+    name: ClassVar[str] = "eagle3"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (*(f"layer.{i}" for i in self.feature_layers), "hidden")
+
+    def losses(
+        self,
+        network: Eagle3Network,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Float[Array, "B T M"]],
+        key: Array,
+    ) -> Losses:
+        outputs = _unrolled(network, target, batch, features, self.steps)
+        labels = Supervised.of(batch, 1, self.capacity)
+        ids = network.target_ids
+        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, labels.at(features["hidden"]), ids)))
+        drafted = draft_places(labels.labels, ids, target.vocab_size)
+        total, agreement = jnp.float32(0.0), Agreement(batch.tokens.shape)
+        for step, output in enumerate(outputs):
+            rows = labels.behind(step + 1, batch.segments)
+            logits = network.logits(rows.at(output), target)
+            loss = cross_entropy(logits, law)
+            total += self.decay**step * jnp.where(rows.valid & (drafted >= 0), loss, 0.0).sum()
+            agreement.add(step, rows, logits.argmax(-1) == drafted)
+        count = labels.count.astype(jnp.float32)
+        return Losses(total, count, agreement.sums | {"missed": (labels.missed.astype(jnp.float32), jnp.float32(1))})
+
+    @property
+    def chain_length(self) -> int | None:
+        """Draft tokens of the drafter that is measured, where it drafts a chain."""
+        return chain_length(self.tree)
+
+    def guesses(
+        self, network: Eagle3Network, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
+    ) -> Int[Array, "B T k"]:
+        """See `acceptance.Guesser`."""
+        return _guesses(network, target, batch, features, count)
+
+    def decoding(self, network: Eagle3Network, target: Target) -> tuple[Drafter, Target]:
+        return Eagle(network, self.tree), target
+
+
+@dataclass(frozen=True)
+class EagleObjective:
+    """EAGLE-1's loss (Li et al. 2024, section 3.2): the next feature, and the token that the target reads out of it.
+
+        loss = Σ_u ( w_feature · mean SmoothL1(f_u, g_u) + w_token · CE(p_u, q_u) ) / number of supervised tokens
+
+    f is the target's feature before the supervised token u, g the network's output in its place; p and q are the
+    softmax of the target's own frozen head over them. While training,
+    features get uniform noise, (u - 0.5) · noise · 512 / row length, as the published code has it.
+
+    Attributes:
+        steps: of the unroll. 1 is EAGLE-1; with more, later steps count with `decay` (HASS, Zhang et al. 2025).
+        feature_weight, token_weight: w (1.0 and 0.1 in the published code).
+        noise: see above (0.2 in the published code).
+        vocabulary: the tokens that CE is taken over; None for all. The head is most of a step's cost on a small target.
+        shifted: pair each feature with the token after it. False pairs it with its own token, for the paper's
+            comparison of what the shifted token gives (section 3.1); that can be trained and scored, not decoded.
+        capacity, tree: as in `Eagle3Objective`.
+    """
+
+    steps: int = 1
+    decay: float = 0.8
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.2
+    vocabulary: tuple[int, ...] | None = None
+    shifted: bool = True
+    capacity: int | None = None
+    tree: StaticTree | GrownTree = chain_tree(5)
+
+    name: ClassVar[str] = "eagle1"
+    features: ClassVar[tuple[str, ...]] = ("hidden",)
+
+    def losses(
+        self,
+        network: EagleNetwork,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Float[Array, "B T M"]],
+        key: Array,
+    ) -> Losses:
+        hidden = features["hidden"].astype(jnp.float32)
+        spread = self.noise * 512 / hidden.shape[1]
+        noisy = hidden + spread * (jax.random.uniform(key, hidden.shape) - 0.5)
+        outputs = _unrolled(network, target, batch, {"hidden": noisy}, self.steps, int(self.shifted))
+        labels = Supervised.of(batch, 1, self.capacity)
+        true = labels.at(hidden)
+        ids = None if self.vocabulary is None else jnp.array(self.vocabulary, jnp.int32)
+        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, true, ids)))
+        wanted = draft_places(labels.labels, ids, target.vocab_size)
+        near = token = jnp.float32(0.0)
+        agreement = Agreement(batch.tokens.shape)
+        for step, output in enumerate(outputs):
+            rows = labels.behind(step + 1, batch.segments)
+            guess = rows.at(output)
+            logits = logits_of(target, guess, ids)
+            difference = optax.huber_loss(guess.astype(jnp.float32), true).mean(-1)
+            weight = self.decay**step * rows.valid
+            near += (weight * difference).sum()
+            token += (weight * jnp.where(wanted >= 0, cross_entropy(logits, law), 0.0)).sum()
+            agreement.add(step, rows, logits.argmax(-1) == wanted)
+        count = labels.count.astype(jnp.float32)
+        figures = {"loss.feature": (near, count), "loss.token": (token, count)}
+        return Losses(self.feature_weight * near + self.token_weight * token, count, agreement.sums | figures)
+
+    @property
+    def chain_length(self) -> int | None:
+        """Draft tokens of the drafter that is measured, where it drafts a chain."""
+        return chain_length(self.tree)
+
+    def guesses(
+        self, network: EagleNetwork, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
+    ) -> Int[Array, "B T k"]:
+        """See `acceptance.Guesser`."""
+        return _guesses(network, target, batch, features, count)
+
+    def decoding(self, network: EagleNetwork, target: Target) -> tuple[Drafter, Target]:
+        if not self.shifted:
+            raise InputError("EAGLE-1 without the shifted token is for comparison only and cannot decode")
+        return Eagle(network, self.tree), target
+
+
+def _unrolled(
+    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], steps: int, shift: int = 1
+) -> list[Float[Array, "B T M"]]:
+    tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
+    mask = segment_mask(jnp.asarray(batch.segments))
+    return unroll(network, target, network.fuse(features), tokens, positions, mask, steps, shift)
+
+
+def _guesses(
+    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
+) -> Int[Array, "B T k"]:
+    outputs = _unrolled(network, target, batch, features, count)
+    found = jnp.stack([network.logits(output, target).argmax(-1) for output in outputs], axis=-1)
+    return found if network.target_ids is None else network.target_ids[found]

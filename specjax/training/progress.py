@@ -1,0 +1,61 @@
+"""The progress bar of a training run."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+
+class Progress:
+    """Loss, accuracy by position, supervised tokens per second and the time left; a context manager.
+
+    On a terminal a bar; elsewhere nothing but the lines of `say`.
+    """
+
+    def __init__(self, steps: int, done: int, show: bool = True):
+        self.console = Console(stderr=True, quiet=not show)
+        self._bar = rich_progress.Progress(
+            rich_progress.TextColumn("step"),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.BarColumn(),
+            rich_progress.TextColumn("{task.fields[figures]}"),
+            rich_progress.TimeRemainingColumn(),
+            console=self.console,
+            disable=not (show and self.console.is_terminal),
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done, figures="")
+        self._since = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def pause(self) -> None:
+        """Begin to time anew: what happened since the last step was no training."""
+        self._since = time.monotonic()
+
+    def show(self, step: int, figures: Mapping[str, float]) -> float:
+        """Show a step's figures; returns supervised tokens per second since the step before."""
+        now = time.monotonic()
+        rate = float(figures["supervised"]) / max(now - self._since, 1e-9)
+        self._since = now
+        self._bar.update(self._task, completed=step, figures=line(figures) + f" · {rate:,.0f} tokens/s")
+        return rate
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, highlight=False, markup=False)
+
+
+def line(figures: Mapping[str, float]) -> str:
+    """Loss, and what share of guesses is right at each position."""
+    found = sorted(
+        (int(n.partition(".")[2]), x) for n, x in figures.items() if n.startswith("accuracy.") and n[9:].isdecimal()
+    )
+    accuracy = " · accuracy " + "/".join(f"{100 * x:.0f}" for _, x in found) + "%" if found else ""
+    return f"loss {figures['loss']:.4f}{accuracy}"

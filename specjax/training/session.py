@@ -1,0 +1,244 @@
+"""What every training script does around its network: data, held-out prompts, features, the run, and measuring.
+
+    session = Session.open(plan)
+    outcome = session.learn(objective, network)
+
+The scripts in `train/` add a drafter's own settings to `Plan` and say which network learns what.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from flax import nnx
+from jaxtyping import Int
+from rich import progress as bars
+from rich.console import Console
+
+from specjax.errors import InputError, check_whole
+from specjax.models.target import Target, load
+from specjax.training.acceptance import HeldOut
+from specjax.training.batches import Rows, lay_out, steps_per_epoch
+from specjax.training.conversations import read_conversations
+from specjax.training.features import Stored, store
+from specjax.training.journal import Sink, TensorBoard, WeightsAndBiases
+from specjax.training.loop import Outcome, Run, train
+from specjax.training.mesh import parse_mesh
+from specjax.training.optimizers import Optimization
+from specjax.training.rendering import Rendered, Renderer
+from specjax.training.supervised import room
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings that all training scripts share."""
+
+    output: Path
+    """Directory of the run: features, checkpoints, metrics, and in the end the drafter. One that holds a run is
+    continued."""
+    data: tuple[Path, ...] = ()
+    """Files or directories of conversations."""
+    target: str = "smollm2-135m-instruct"
+    """The model to draft for: a name, a directory, a .gguf file or a Hub model."""
+    length: int = 768
+    """Tokens of a row; conversations are packed into rows."""
+    overlong: Literal["cut", "drop"] = "cut"
+    """What happens to conversations longer than a row."""
+    held_out: int = 24
+    """Conversations kept out of training, whose prompts measure tokens per call."""
+    held_out_tokens: int = 96
+    """New tokens a held-out prompt."""
+    epochs: float = 1.0
+    """How often the data is gone through."""
+    batch_size: int = 8
+    """Rows of a step."""
+    accumulation: int = 1
+    """Micro-batches of a step: less memory, the same gradient."""
+    evaluate_every: int = 0
+    """Steps between measurements of tokens per call by the engine; 0: at the end only."""
+    save_every: int = 50
+    """Steps between checkpoints."""
+    optimization: Annotated[Optimization, tyro.conf.arg(name="")] = Optimization()
+    features: Literal["stored", "online"] = "stored"
+    """Whether the target's features are computed once and kept on disk, or in every step."""
+    features_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of stored features."""
+    features_budget: float = 20.0
+    """The most that stored features may take, in GiB."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the drafter's training step; its parameters are float32."""
+    target_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the target while training; tokens per call are measured in it too."""
+    mesh: str | None = None
+    """Devices, such as data=4,fsdp=2; None: the default device."""
+    seed: int = 0
+    """Of the order of the data and of random starting weights."""
+    tensorboard: bool = False
+    """Also write metrics for TensorBoard."""
+    wandb: str | None = None
+    """Also send metrics to this Weights & Biases project."""
+
+    def __post_init__(self) -> None:
+        check_whole("held_out", self.held_out, 1)
+        check_whole("held_out_tokens", self.held_out_tokens, 1)
+        if not self.epochs > 0:
+            raise InputError(f"epochs is {self.epochs}; expected a number above 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """A plan with its target and data at hand.
+
+    Attributes:
+        rendered: the conversations to learn from.
+        rows: the same in rows.
+        prompts: those of the conversations that were held out.
+    """
+
+    plan: Plan
+    target: Target
+    rendered: tuple[Rendered, ...]
+    rows: Rows
+    prompts: tuple[tuple[int, ...], ...]
+    console: Console
+
+    @classmethod
+    def open(cls, plan: Plan, console: Console | None = None) -> "Session":
+        """Load the target, render the data, hold some of it out.
+
+        Raises:
+            InputError: data that cannot be read, or too little of it.
+        """
+        console = console or Console(highlight=False, soft_wrap=True)
+        if not plan.data:
+            raise InputError("no data to learn from: give files of conversations")
+        target = load(plan.target, dtype=plan.target_dtype, mesh=parse_mesh(plan.mesh) if plan.mesh else None)
+        rendered = Renderer.of(target).render_all(read_conversations(*plan.data))
+        learned, held = hold_out(rendered, plan.held_out)
+        rows = lay_out(learned, plan.length, plan.overlong)
+        console.print(f"{rows.report}; {len(held)} held out")
+        return cls(plan, target, tuple(learned), rows, tuple(held), console)
+
+    @cached_property
+    def capacity(self) -> int:
+        """Most supervised tokens of a row."""
+        return room(self.rows)
+
+    @property
+    def steps(self) -> int:
+        return max(round(self.plan.epochs * steps_per_epoch(self.rows, self.plan.batch_size)), 1)
+
+    def frequent_tokens(self, count: int) -> Int[np.ndarray, "Vd"]:
+        """The supervised tokens that are most frequent in the training data, ascending: a draft vocabulary.
+
+        Where fewer have been seen, the lowest ids fill it up.
+        """
+        size = self.target.model.vocab_size
+        if not 0 < count <= size:
+            raise InputError(f"draft vocabulary of {count} tokens: expected 1 to the target's {size}")
+        seen = np.bincount(self.rows.tokens[self.rows.mask], minlength=size)
+        return np.sort(np.argsort(-seen, kind="stable")[:count])
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        self.console.print(f"the target answers {len(self.prompts)} held-out prompts")
+        return HeldOut.of(self.target, [list(p) for p in self.prompts], self.plan.held_out_tokens)
+
+    def evaluate(self, objective: Any, network: nnx.Module) -> dict[str, float]:
+        """Tokens per call over the held-out prompts: by the engine, and teacher-forced where the draft is a chain."""
+        stats = self.held_out.decode(objective, network)
+        found = {"tokens_per_call": stats.tokens_per_call or 0.0, "acceptance_rate": stats.acceptance_rate or 0.0}
+        if (chain := getattr(objective, "chain_length", None)) is not None:
+            found["teacher_forced"] = self.held_out.teacher_forced(objective, network, chain)
+        return found
+
+    def learn(self, objective: Any, network: nnx.Module, described: Mapping[str, Any] | None = None) -> Outcome:
+        """Train as planned, or go on with it; says tokens per call before and after."""
+        p = self.plan
+        run = Run(
+            p.output,
+            self.steps,
+            p.batch_size,
+            p.accumulation,
+            evaluate_every=p.evaluate_every,
+            save_every=p.save_every,
+            seed=p.seed,
+            mesh=p.mesh,
+            compute_dtype=p.compute_dtype,
+        )
+        features_of = self.stored(objective) if p.features == "stored" else None
+        before = self.evaluate(objective, network)["tokens_per_call"]
+        self.console.print(f"tokens per call before training: {before:.3f}; {self.steps} steps")
+        outcome = train(
+            objective,
+            network,
+            self.target,
+            self.rows,
+            run,
+            p.optimization,
+            features_of=features_of,
+            evaluate=lambda network: self.evaluate(objective, network),
+            sinks=self._sinks,
+            described=described,
+        )
+        if not outcome.stopped:
+            after = self.evaluate(objective, outcome.network)["tokens_per_call"]
+            self.console.print(f"tokens per call after training: {after:.3f} (before: {before:.3f})")
+        return outcome
+
+    def stored(self, objective: Any) -> Stored:
+        """The features that the objective wants, computed as far as they are missing."""
+        p = self.plan
+        with _bar(self.console, "features") as advance:
+            return store(
+                self.target.model,
+                self.rows,
+                objective.features,
+                p.output / "features",
+                self.target.weights_hash,
+                p.features_dtype,
+                budget_bytes=int(p.features_budget * 2**30),
+                progress=advance,
+            )
+
+    def _sinks(self, resumed: int, configuration: Mapping[str, Any]) -> tuple[Sink, ...]:
+        sinks: list[Sink] = []
+        if self.plan.tensorboard:
+            sinks.append(TensorBoard(self.plan.output, resumed))
+        if self.plan.wandb:
+            sinks.append(WeightsAndBiases(self.plan.output, self.plan.wandb, configuration))
+        return tuple(sinks)
+
+
+def hold_out(rendered: list[Rendered], count: int) -> tuple[list[Rendered], list[tuple[int, ...]]]:
+    """Keep `count` conversations out, evenly spread over the data: the rest, and the prompts of those.
+
+    A prompt is what stands before the first supervised token. Conversations whose prompt was kept out are kept out too,
+    so that no prompt that is measured on has been learned.
+    """
+    if len(rendered) < 2 * count:
+        raise InputError(
+            f"{len(rendered)} conversations, of which {count} would be held out: expected at least twice as many; "
+            "give more data, or hold out fewer"
+        )
+    prompts = [tuple(r.ids[: int(np.argmax(r.mask))].tolist()) for r in rendered]
+    places = np.linspace(0, len(rendered) - 1, count).astype(int)
+    held = list(dict.fromkeys(prompts[i] for i in places if prompts[i]))
+    if not held:
+        raise InputError("held-out conversations have no prompt (plain text?); give conversations with a user's turn")
+    kept = set(held)
+    return [r for r, prompt in zip(rendered, prompts, strict=True) if prompt not in kept], held
+
+
+@contextmanager
+def _bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with the time left, told how many of how many are done."""
+    columns = (bars.TextColumn(what), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

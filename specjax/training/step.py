@@ -1,0 +1,101 @@
+"""One optimizer step as one compiled program: micro-batches one after the other, one division, one update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from specjax.training.batches import Batch
+from specjax.training.features import online
+from specjax.training.mesh import Axes, state_shardings
+from specjax.training.objective import Losses, Objective
+from specjax.training.optimizers import descend
+from specjax.training.state import Skeleton, TrainState, cast
+
+Step = Callable[[TrainState, Batch, Any], tuple[TrainState, dict[str, Array]]]
+
+
+def make_step(
+    objective: Objective,
+    skeleton: Skeleton,
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Any], Any],
+    compute_dtype: str,
+    mesh: Mesh | None,
+    shapes: TrainState,
+    axes: dict[str, Axes],
+) -> Step:
+    """The compiled step: `state, figures = step(state, batch, features)`. The state given is used up.
+
+    The batch is `[A, B, …]`, A micro-batches; features are `[A, B, T, M]` by name, or None to compute them. With L the
+    sum of the loss and n the number of supervised tokens over all micro-batches and devices, the gradient is that of
+    L / n. A step without such tokens, and one whose loss or gradient is not finite, leaves everything but the number of
+    the step as it was.
+
+    Figures: "loss" L / n, "supervised" n, "gradient_norm" before clipping, "learning_rate", and the objective's own.
+    """
+    leaves, tree = jax.tree.flatten(model)  # an nnx module costs milliseconds a call, a list does not
+
+    def step(state: TrainState, leaves: Any, batch: Batch, given: Any) -> tuple[TrainState, dict[str, Array]]:
+        model = jax.tree.unflatten(tree, leaves)
+        key = jax.random.fold_in(state.key, state.step)
+
+        def micro_batch(gradients: Any, inputs: Any) -> tuple[Any, Losses]:
+            number, batch, given = inputs
+            features = online(model, batch, objective.features) if given is None else given
+
+            def total(params: Any) -> tuple[Array, Losses]:
+                network = skeleton.network(cast(params, compute_dtype), state.buffers)
+                losses = objective.losses(network, model, batch, features, jax.random.fold_in(key, number))
+                return losses.total, losses
+
+            more, losses = jax.grad(total, has_aux=True)(state.params)
+            return jax.tree.map(jnp.add, gradients, more), losses
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        numbers = jnp.arange(batch.tokens.shape[0])
+        gradients, losses = jax.lax.scan(micro_batch, zeros, (numbers, batch, given))
+        losses = jax.tree.map(lambda x: x.sum(0), losses)
+        count = jnp.maximum(losses.count, 1).astype(jnp.float32)
+        gradients = jax.tree.map(lambda g: g / count, gradients)
+        norm = optax.tree.norm(gradients)
+        applied = (losses.count > 0) & jnp.isfinite(losses.total) & jnp.isfinite(norm)
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
+        direction, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params, moments = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old),
+            (descend(state.params, direction, rate), moments),
+            (state.params, state.optimizer),
+        )
+        figures = {
+            "loss": losses.total / count,
+            "supervised": losses.count,
+            "gradient_norm": norm,
+            "learning_rate": rate,
+        }
+        figures |= {name: total / jnp.maximum(number, 1) for name, (total, number) in losses.figures.items()}
+        return TrainState(state.step + 1, params, state.buffers, moments, state.key), figures
+
+    options: dict[str, Any] = {"donate_argnums": 0}
+    if mesh is not None:  # without it the compiler may place the new state otherwise, and the next step compile again
+        options["out_shardings"] = (state_shardings(mesh, shapes, axes), NamedSharding(mesh, PartitionSpec()))
+    compiled = jax.jit(step, **options)
+    return lambda state, batch, features: compiled(state, leaves, batch, features)
+
+
+def micro_batches(arrays: Any, accumulation: int) -> Any:
+    """Numpy arrays `[A*B, …]` as `[A, B, …]`: row r goes to micro-batch r % A, wherever it is computed.
+
+    So the micro-batches of several processes, side by side, are those of a single process.
+    """
+
+    def deal(x: np.ndarray) -> np.ndarray:
+        return x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1)
+
+    return jax.tree.map(deal, arrays)
