@@ -33,6 +33,7 @@ from rich.table import Table
 import specjax
 from specjax import InputError, Sampling, Target
 from specjax.cli import run_command_line
+from specjax.requests import choose_law
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Options:
         repetition_penalty: 1 is off.
         frequency_penalty: 0 is off.
         presence_penalty: 0 is off.
+        law: acceptance law; by default greedy at temperature 0, else rejection. typical is LOSSY.
         batch_size: prompts decoded together.
         dtype: of weights and computation.
         seed: of the sampled tokens.
@@ -75,6 +77,7 @@ class Options:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    law: Literal["greedy", "rejection", "typical"] | None = None
     batch_size: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = 0
@@ -104,7 +107,7 @@ class Options:
                 raise InputError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
         if not 0 <= self.seed < 2**32:
             raise InputError(f"--seed: expected a whole number from 0 to 2**32 - 1, got {self.seed}")
-        self.sampling.validate(self.batch_size)
+        choose_law(self.law, self.sampling.rules(self.batch_size))
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,9 @@ def main() -> int:
     conversations = read_prompts(options.prompts, options.tasks, options.limit)
     if options.dtype == "float32":  # else accelerators multiply float32 in shorter formats, and texts fork
         jax.config.update("jax_default_matmul_precision", "highest")
-    drafters = parse_drafters(options.drafters, options.dtype)
+    asked = parse_drafters(options.drafters)
     target = specjax.load(options.target, dtype=options.dtype)
+    drafters = [drafter.make(target, options.dtype) for drafter in asked]
     check_prompts(target, conversations)
     measured = measure(options, target, drafters, conversations)
     seconds = time.perf_counter() - begin
@@ -163,6 +167,7 @@ def measure(
         batch_size=options.batch_size,
         max_new_tokens=options.max_new_tokens,
         sampling=options.sampling,
+        law=options.law,
         seed=options.seed,
         repetitions=options.repetitions,
         repeated_units=options.repeated or len(units),
@@ -189,10 +194,9 @@ def measure(
     greedy = options.temperature == 0
     forks = find_forks(calls, lambda *texts: examine(target, options.sampling, *texts)) if greedy else {}
     costs = draft_costs(drafters, calls, proposals)
-    law = "greedy" if greedy else "rejection"
 
     def rows(task: str, some: list[Call]) -> list[dict[str, Any]]:
-        return summarize(some, task, forks, costs, law, options.temperature)
+        return summarize(some, task, forks, costs, options.temperature)
 
     tasks = dict.fromkeys(call.task for call in calls)
     runs = [row for task in tasks for row in rows(task, [call for call in calls if call.task == task])]
@@ -238,6 +242,9 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
         f"{target.name}, {options.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}, "
         f"{options.max_new_tokens} new tokens at most, {_describe(options.sampling)}"
     )
+    lossy = next((row for row in measured.totals if not row["lossless"]), None)
+    if lossy:
+        title += f"; law {_law(lossy)}"
     columns = ("task", "drafter", "tokens/call", "accepted", "α", "c", "tokens/s", "speedup", "95%", "text")
     tables: list[Table | str] = [make_table(title, columns, rows, text=(0, 1))]
     longest = max(d.num_draft_tokens for d in drafters)
@@ -260,10 +267,16 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
         "text: = every token is plain decoding's; ~n near-ties: n texts leave it where two logits are as good as "
         "equal; n FAULTS: n texts leave it elsewhere.",
     ]
+    if lossy:
+        tables.append(
+            f"LOSSY: the law {_law(lossy)} does not keep the target's own; n others: n greedy texts leave plain "
+            "decoding's. Speed gained so is not comparable with that of lossless laws."
+        )
     for call in measured.calls:
         for place, c in enumerate(call.rows):
             if (fork := fork_of(measured.forks, call, place)) is not None:
-                tables.append(f"{call.drafter.label}, {call.task} {c.question_id}, turn {call.turn + 1}: {fork}")
+                said = fork.describe("FAULT" if call.generation.lossless else "another text")
+                tables.append(f"{call.drafter.label}, {call.task} {c.question_id}, turn {call.turn + 1}: {said}")
     return tables
 
 
@@ -288,6 +301,7 @@ def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict
             entry["outputs"].append(
                 {
                     "drafter": call.drafter.label,
+                    "lossless": g.lossless,
                     "token_ids": g.token_ids[row],
                     "text": g.texts[row],
                     "finish_reason": g.finish_reasons[row],
@@ -326,11 +340,19 @@ def print_traces(target: Target, calls: Sequence[Call]) -> None:
 
 
 def _match(row: dict[str, Any]) -> str:
+    if not row["lossless"]:
+        others = "=" if row["matches_plain"] else f"{row['other_texts']} others, ~{row['near_ties']} near-ties"
+        return "LOSSY" if row["matches_plain"] is None else f"LOSSY, {others}"
     if row["drafter"] == PLAIN or row["matches_plain"] is None:
         return ""
     if row["faults"]:
         return f"{row['faults']} FAULTS"
     return f"~{row['near_ties']} near-ties" if row["near_ties"] else "="
+
+
+def _law(row: dict[str, Any]) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in row["law_settings"].items())
+    return f"{row['law']} ({settings or 'no settings'}; {'lossless' if row['lossless'] else 'LOSSY'})"
 
 
 def _describe(sampling: Sampling) -> str:

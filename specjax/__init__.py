@@ -4,10 +4,11 @@ from specjax.decode import prefill, run, step
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.plain import Plain
 from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.stored import load_drafter, save_drafter
 from specjax.errors import CheckpointError, InputError, SpecjaxError
 from specjax.generate import Generation, Piece, Round, generate, stream
 from specjax.job import Job, prepare
-from specjax.laws import Greedy, Path, Rejection
+from specjax.laws import Greedy, Path, Rejection, Typical
 from specjax.metrics import Stats
 from specjax.models.target import Target, load
 from specjax.sampling import Sampling
@@ -36,11 +37,14 @@ __all__ = [
     "Stats",
     "StepInfo",
     "Target",
+    "Typical",
     "generate",
     "load",
+    "load_drafter",
     "prefill",
     "prepare",
     "run",
+    "save_drafter",
     "step",
     "stream",
 ]

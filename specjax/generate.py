@@ -42,6 +42,7 @@ class Generation:
     """What `generate` returns; one entry a prompt in every list.
 
     Attributes:
+        law: the acceptance law; under a lossy one the texts do not follow the target's own law (see `lossless`).
         prompt_ids: the prompts as the target saw them.
         token_ids: the new tokens; they end with the token that completes a stop.
         texts: the new text, without special tokens; it ends before a stop string. "" where there is no tokenizer.
@@ -53,6 +54,7 @@ class Generation:
         prefill_seconds, seconds: wall time of the prefill and of the decoding loop; the first call of a shape compiles.
     """
 
+    law: Law
     prompt_ids: list[list[int]]
     token_ids: list[list[int]]
     texts: list[str]
@@ -64,6 +66,11 @@ class Generation:
     prefill_seconds: float
     seconds: float
 
+    @property
+    def lossless(self) -> bool:
+        """Whether the texts follow the target's law exactly."""
+        return self.law.lossless
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -74,12 +81,14 @@ class Piece:
         token_ids: the tokens.
         text: text that is certain by now; it can lag behind the tokens (half a character, the start of a stop string).
         finish_reason: None while the row runs.
+        lossless: whether the text follows the target's law exactly.
     """
 
     row: int
     token_ids: list[int]
     text: str
     finish_reason: str | None
+    lossless: bool
 
 
 def generate(
@@ -94,12 +103,14 @@ def generate(
     logprobs: bool = False,
     trace: bool = False,
 ) -> Generation:
-    """Decode a batch of prompts, drafting with `drafter`; the law of the output is the target's own.
+    """Decode a batch of prompts, drafting with `drafter`; the law of the output is the target's own, unless a lossy
+    acceptance law is asked for.
 
     Args:
         prompts: each a string (raw text), a list of chat messages (put through the chat template), or token ids.
         drafter: None decodes plainly.
-        law: None for "greedy" if every temperature is 0, else "rejection"; one of these names; or a law object.
+        law: None for "greedy" if every temperature is 0, else "rejection"; one of these names, or "typical", which is
+            lossy; or a law object.
         max_new_tokens: per prompt; the end of the context may come first.
         sampling: None is greedy.
         stop: strings that end a row, besides the target's EOS ids.
@@ -125,6 +136,7 @@ def generate(
     new = [tokens[i, len(p) : length[i]].tolist() for i, p in enumerate(ids)]
     rows = row_stats(state.counters, [len(n) for n in new])
     return Generation(
+        law=job.law,
         prompt_ids=ids,
         token_ids=new,
         texts=[final_text(target.tokenizer, n, job.stop) for n in new],
@@ -174,6 +186,7 @@ def _pieces(job: Job) -> Iterator[Piece]:
                 token_ids=tokens[i, done[i] : length[i]].tolist(),
                 text=text[shown[i] :],
                 finish_reason=FINISH_REASONS[int(finish[i])] if ended else None,
+                lossless=job.law.lossless,
             )
             shown[i] = max(shown[i], len(text))
         done = length

@@ -1,8 +1,8 @@
 """Acceptance laws: which nodes of a draft are kept, and the target's own token that ends the round.
 
 A law is a pure function `law(target_law, draft, keys, max_depth) -> Path`. *Lossless* laws reproduce the target's
-law exactly; a lossy one says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk` calls at every
-node on the way down.
+law exactly; a lossy one (`Typical`) says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk`
+calls at every node on the way down.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from specjax.errors import InputError
 from specjax.sampling import argmax, categorical
-from specjax.trees import Draft
+from specjax.trees import Draft, ancestors, depths
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +57,12 @@ class TargetLaw(Protocol):
 
 
 class Law(Protocol):
-    """What `decode.step` asks of an acceptance law. Laws are hashable: they are compiled into the program."""
+    """What `decode.step` asks of an acceptance law. Laws are hashable: they are compiled into the program.
+
+    Attributes:
+        name: for results and tables.
+        lossless: whether the text follows the target's law exactly.
+    """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
@@ -122,7 +128,97 @@ class Rejection:
         return walk(draft, max_depth, choose)
 
 
-LAWS: dict[str, Law] = {law.name: law for law in (Greedy(), Rejection())}
+@dataclass(frozen=True)
+class Typical:
+    """Typical acceptance: keep what the target finds plausible. *Lossy*: a plausible draft is taken whatever its share
+    of the target's law, so texts lean towards the drafter's (Cai et al. 2024, Medusa, section 2.3.1).
+
+    A node with token x is accepted where all nodes above it are and
+
+        p(x) > min(epsilon, alpha * exp(-H(p))),
+
+    p the target's processed law above it and H(p) its entropy in nats. Of the accepted nodes one of the deepest ends
+    the path: the one whose tokens are together most likely under the target, then the first. The bonus token is drawn
+    from the target's law there, so every round commits at least one token that is the target's own, and plain decoding
+    is as it is under `Rejection`.
+
+    At temperature 0 p is one-hot, nothing but the argmax is above the threshold, and the text is that of `Greedy`.
+
+    Attributes:
+        epsilon: at least 0, below 1. The default is that of the authors' decoding loop.
+        alpha: at least 0. The default is that loop's, the square root of epsilon.
+    """
+
+    epsilon: float = 0.09
+    alpha: float = 0.3
+
+    name: ClassVar[str] = "typical"
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, below in (("epsilon", 1.0), ("alpha", float("inf"))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
+                raise InputError(f"{name}: expected a number of at least 0 and below {below:g}, got {value!r}")
+
+    def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
+        num_nodes = draft.tokens.shape[1]
+        depth, above = depths(draft.parents, draft.valid), ancestors(draft.parents)
+        level = jnp.arange(max_depth + 1)
+        parent = draft.parents + 1
+        has_child = ((parent[:, :, None] == jnp.arange(num_nodes + 1)) & draft.valid[:, :, None]).any(1)
+        inner = has_child & (jnp.pad(depth, ((0, 0), (1, 0))) < max_depth)
+
+        def way_to(node: Int[Array, "B"], values: Int[Array, "B N"]) -> Int[Array, "B D+1"]:
+            """The values of a node and of those above it, each at its depth."""
+            on_way = _at(above, jnp.maximum(node - 1, 0)) & (node > 0)[:, None] if num_nodes else draft.valid
+            return jnp.where((on_way[:, :, None]) & (depth[:, :, None] == level), values[:, :, None], 0).sum(1)
+
+        def probs(node: Int[Array, "B"]) -> Float[Array, "B V"]:
+            path = way_to(node, draft.tokens)[:, 1:]
+            return target_law.probs(node, path, _at(jnp.pad(depth, ((0, 0), (1, 0))), node))
+
+        def judge(state: _Judged) -> _Judged:
+            """Each row's first accepted node whose children are not judged yet."""
+            node = jnp.maximum(_first(state.waiting), 0)
+            p = probs(node)
+            entropy = -jnp.where(p > 0, p * jnp.log(p), 0.0).sum(-1, keepdims=True)
+            p_token = jnp.take_along_axis(p, draft.tokens, axis=1, mode="clip")
+            plausible = p_token > jnp.minimum(self.epsilon, self.alpha * jnp.exp(-entropy))
+            new = _children(draft, node, state.waiting.any(-1)) & plausible
+            score = jnp.where(new, _at(jnp.pad(state.score, ((0, 0), (1, 0))), node)[:, None] + jnp.log(p_token), 0)
+            done = jnp.arange(num_nodes + 1) == node[:, None]
+            waiting = (state.waiting & ~done) | (jnp.pad(new, ((0, 0), (1, 0))) & inner)
+            return _Judged(waiting, state.accepted | new, jnp.where(new, score, state.score))
+
+        root = jnp.arange(num_nodes + 1) == 0
+        start = _Judged(inner & root, jnp.zeros_like(draft.valid), jnp.zeros(draft.tokens.shape))
+        end = lax.while_loop(lambda state: state.waiting.any(), judge, start) if num_nodes else start
+        accepted = jnp.where(end.accepted, depth, 0).max(-1, initial=0)
+        deepest = end.accepted & (depth == accepted[:, None])
+        best = jnp.where(deepest, end.score, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
+        last = _first(deepest & (end.score == best)) + 1
+        bonus = categorical(probs(last), _at(_uniforms(keys, num_nodes)[:, :, 1], last))
+        index = jnp.broadcast_to(jnp.arange(1, num_nodes + 1, dtype=jnp.int32), draft.tokens.shape)
+        path = way_to(last, draft.tokens)[:, 1:]
+        tokens = _put(jnp.pad(path, ((0, 0), (0, 1))), accepted, bonus, True)
+        rejected = _children(draft, last, accepted < max_depth).any(-1)
+        return Path(way_to(last, index), accepted, tokens, bonus, rejected)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Judged:
+    """Accepted nodes: which there are, the log-probability of the tokens down to each, and the block indices of those
+    whose children come up next.
+    """
+
+    waiting: Bool[Array, "B N+1"]
+    accepted: Bool[Array, "B N"]
+    score: Float[Array, "B N"]
+
+
+LAWS: dict[str, Law] = {law.name: law for law in (Greedy(), Rejection(), Typical())}
 
 
 Choose = Callable[

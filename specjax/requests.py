@@ -68,7 +68,7 @@ def choose_law(law: Law | str | None, rules: Rules) -> Law:
         law = "rejection" if rules.drawn else "greedy"
     if isinstance(law, str) and law in LAWS:
         law = LAWS[law]
-    if isinstance(law, str | type) or not callable(law) or not hasattr(law, "name"):
+    if isinstance(law, str | type) or not callable(law) or not (hasattr(law, "name") and hasattr(law, "lossless")):
         raise InputError(f"unknown law {law!r}: expected one of {', '.join(map(repr, LAWS))}, or a law object")
     if law.name == "greedy" and rules.drawn:
         raise InputError("the greedy law needs temperature 0 in every row; use law='rejection', or leave it out")

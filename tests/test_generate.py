@@ -253,7 +253,7 @@ def test_a_grammar_without_a_way_out_is_an_error(table: Any) -> None:
         ({"sampling": Sampling(temperature=[1.0, 1.0])}, "temperature"),
         ({"sampling": Sampling(top_p=0.0)}, "top_p"),
         ({"sampling": Sampling(top_p=1.5)}, "top_p"),
-        ({"law": "typical"}, "'greedy', 'rejection'"),
+        ({"law": "unlikely"}, "'greedy', 'rejection'"),
         ({"law": "greedy", "sampling": Sampling(temperature=1.0)}, "temperature 0"),
         ({"seed": [1, 2]}, "seed"),
         ({"stop": [""]}, "non-empty"),

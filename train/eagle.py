@@ -1,26 +1,29 @@
 """Trains an EAGLE drafter.
 
-    python train/eagle.py                                        # EAGLE-3; needs no data: the target writes some
+    python train/eagle.py                                        # EAGLE-3, on conversations that the target makes up
     python train/eagle.py --data conversations.jsonl --output runs/eagle3
     python train/eagle.py --version 1 --data conversations.jsonl
 
 Started again with the same output directory it goes on where it was. In the end the drafter is in OUTPUT/drafter, where
-`experiments/eval.py --drafters eagle3:OUTPUT/drafter` and serving engines load it.
+`python experiments/eval.py --drafters eagle:OUTPUT/drafter` and serving engines load it.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from specjax.cli import run_command_line
+from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, default_layers
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.optimizers import Optimization
-from specjax.training.session import Plan, Session
+from specjax.training.session import Plan, Session, parse
 from specjax.trees import chain_tree
+
+FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class Settings(Plan):
     unroll: int | None = None
     """Steps of the training-time test; by default 3 for EAGLE-3 and 1 for EAGLE-1."""
     num_draft_tokens: int = 5
-    """Length of the chain that is measured while training."""
-    batch_size: int = 8
+    """Length of the chain that is drafted."""
+    epochs: float = 2.0
+    """How often the data is gone through."""
     optimization: Annotated[Optimization, tyro.conf.arg(name="")] = Optimization(
-        optimizer="muon", learning_rate=1e-3, warmup=20, clip=1.0
+        optimizer="muon", learning_rate=2e-3, warmup=0.03
     )
 
 
@@ -47,18 +51,20 @@ def main(settings: Settings) -> None:
     session = Session.open(settings)
     model, tree = session.target.model, chain_tree(settings.num_draft_tokens)
     tokens = session.frequent_tokens(settings.draft_vocab_size)
+    objective: Any
+    network: Any
     if settings.version == 3:
         layers = default_layers(model.config.num_layers)
         objective = Eagle3Objective(settings.unroll or 3, capacity=session.capacity, feature_layers=layers, tree=tree)
-        config = Eagle3Config.of(model.config, len(tokens))
-        network = Eagle3Network.start(config, model, tokens, settings.seed)
+        network = Eagle3Network.start(Eagle3Config.of(model.config, len(tokens)), model, tokens, settings.seed)
     else:
         objective = EagleObjective(
             settings.unroll or 1, vocabulary=tuple(tokens.tolist()), capacity=session.capacity, tree=tree
         )
         network = EagleNetwork.start(EagleConfig.of(model.config), model, settings.seed)
-    session.learn(objective, network)
+    if (outcome := session.learn(objective, network)).finished:
+        session.save(Eagle(outcome.network, tree), outcome)
 
 
 if __name__ == "__main__":
-    run_command_line(lambda: main(tyro.cli(Settings, description=__doc__)))
+    run_command_line(lambda: main(parse(Settings, __doc__, FULL)))

@@ -1,4 +1,4 @@
-"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `draft-model:PATH,k=4`.
+"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `eagle:PATH,depth=6,top_k=8,total=32`.
 
 A name, then after a colon its settings, separated by commas; what has no `=` is the path. `KINDS` has one entry each.
 """
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import specjax
-from specjax import Drafter, InputError
+from specjax import Drafter, DraftModel, InputError, Target
+from specjax.drafters.eagle import Eagle
+from specjax.drafters.growing import GrownTree
+from specjax.drafters.medusa import Medusa
 
 PLAIN = "plain"
 
@@ -57,20 +60,59 @@ def yes_or_no(argument: str) -> Setting:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of drafter: its settings, and how it is made (`path` comes first where `takes_path`)."""
+    """A kind of drafter: its settings, and how it is made of them.
+
+    Attributes:
+        make: of the target, the dtype and the settings; the path comes third where `takes_path`.
+    """
 
     settings: dict[str, Setting]
     make: Callable[..., Drafter]
     takes_path: bool = False
 
 
-def _draft_model(path: str, dtype: str, **settings: Any) -> Drafter:
-    draft: Any = specjax.load(path, dtype=dtype)
-    return specjax.DraftModel(draft, **settings)
+@dataclass(frozen=True)
+class Asked:
+    """A drafter as the command line asks for it; read, but not made yet."""
+
+    label: str
+    kind: str
+    path: str | None
+    settings: dict[str, Any]
+
+    def make(self, target: Target, dtype: str = "float32") -> Named:
+        """Load or build it, models in `dtype`.
+
+        Raises:
+            InputError: settings that do not go together, or a drafter of another kind or for another target.
+        """
+        kind = KINDS[self.kind]
+        where = [self.path] if kind.takes_path else []
+        return Named(self.label, self.kind, kind.make(target, dtype, *where, **self.settings))
 
 
+def _stored(kind: type[Drafter], name: str) -> Callable[..., Drafter]:
+    """How a drafter of that kind is read from a directory."""
+
+    def make(target: Target, dtype: str, path: str, **settings: Any) -> Drafter:
+        grown = {key: settings.pop(key) for key in GROWN if key in settings}
+        if grown and "num_draft_tokens" in settings:
+            raise InputError(f"{name}:{path}: k is a chain's length; {', '.join(grown)} are a grown tree's")
+        if grown:
+            settings["tree"] = GrownTree(**grown)
+        drafter = specjax.load_drafter(path, target, dtype=dtype, **settings)
+        if not isinstance(drafter, kind):
+            raise InputError(
+                f"{name}:{path}: that is another kind of drafter, {drafter.name}; ask for it by its own name"
+            )
+        return drafter
+
+    return make
+
+
+GROWN = ("depth", "top_k", "total")
 KINDS = {
-    PLAIN: Kind({}, specjax.Plain),
+    PLAIN: Kind({}, lambda target, dtype: specjax.Plain()),
     "prompt-lookup": Kind(
         {
             "k": whole("num_draft_tokens", 1),
@@ -78,16 +120,24 @@ KINDS = {
             "min_ngram": whole("min_ngram", 1),
             "window": whole("window", 1),
         },
-        specjax.PromptLookup,
+        lambda target, dtype, **settings: specjax.PromptLookup(**settings),
     ),
     "draft-model": Kind(
-        {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")}, _draft_model, takes_path=True
+        {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")},
+        _stored(DraftModel, "draft-model"),
+        takes_path=True,
+    ),
+    "medusa": Kind({"k": whole("num_draft_tokens", 1)}, _stored(Medusa, "medusa"), takes_path=True),
+    "eagle": Kind(
+        {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")} | {key: whole(key, 1) for key in GROWN},
+        _stored(Eagle, "eagle"),
+        takes_path=True,
     ),
 }
 
 
-def parse_drafter(text: str, dtype: str = "float32") -> Named:
-    """The drafter that `text` asks for; models are loaded in `dtype`.
+def parse_drafter(text: str) -> Asked:
+    """The drafter that `text` asks for.
 
     Raises:
         InputError: an unknown name or key, or a value out of range.
@@ -112,19 +162,17 @@ def parse_drafter(text: str, dtype: str = "float32") -> Named:
             settings[setting.argument] = setting.read(value)
         except (ValueError, KeyError):
             raise InputError(f"{text}: {key} is {value!r}; expected {setting.expected}") from None
-    if kind.takes_path:
-        if len(paths) != 1:
-            raise InputError(f"{text}: expected {name}:PATH with one path or model name, and settings like k=4")
-        return Named(text, name, kind.make(paths[0], dtype, **settings))
-    if paths:
+    if kind.takes_path and len(paths) != 1:
+        raise InputError(f"{text}: expected {name}:PATH with one path or model name, and settings like k=4")
+    if paths and not kind.takes_path:
         raise InputError(f"{text}: {paths[0]!r} is no setting; expected key=value")
-    return Named(text, name, kind.make(**settings))
+    return Asked(text, name, paths[0] if paths else None, settings)
 
 
-def parse_drafters(texts: Sequence[str], dtype: str = "float32") -> list[Named]:
+def parse_drafters(texts: Sequence[str]) -> list[Asked]:
     """Several drafters; plain decoding comes first, asked for or not, because the others are compared with it."""
     for text in texts:
         if texts.count(text) > 1:
             raise InputError(f"drafter {text!r} is given twice")
-    named = [parse_drafter(text, dtype) for text in texts if text != PLAIN]
-    return [parse_drafter(PLAIN), *named]
+    asked = [parse_drafter(text) for text in texts if text != PLAIN]
+    return [parse_drafter(PLAIN), *asked]

@@ -26,6 +26,7 @@ class Plan:
 
     Attributes:
         batch_size: a smaller batch is filled up by repeating its prompts, so that a task runs one program.
+        law: acceptance law of all but plain decoding; None: the lossless one for these settings.
         seed: each prompt's own seed is made of it, its place in the file and the turn.
         repetitions: how often the first `repeated_units` units of each task are decoded; the others are decoded once.
     """
@@ -33,6 +34,7 @@ class Plan:
     batch_size: int
     max_new_tokens: int
     sampling: Sampling
+    law: str | None
     seed: int
     repetitions: int
     repeated_units: int
@@ -144,6 +146,7 @@ def _decode_turn(
                     target,
                     prompts,
                     drafter=d.drafter,
+                    law=None if d.kind == PLAIN else plan.law,
                     max_new_tokens=plan.max_new_tokens,
                     sampling=plan.sampling,
                     seed=seeds,

@@ -43,9 +43,13 @@ class Fork:
         return self.gap is not None and max(self.gap, self.worst_gap) <= self.limit
 
     def __str__(self) -> str:
+        return self.describe("FAULT")
+
+    def describe(self, otherwise: str) -> str:
+        """One line, that calls what is no near-tie by the name of `otherwise`."""
         gap = "one text ends here" if self.gap is None else f"logits {self.gap:.2g} apart"
         return (
-            f"{'near-tie' if self.near_tie else 'FAULT'} at new token {self.position + 1}: {self.token} instead of "
+            f"{'near-tie' if self.near_tie else otherwise} at new token {self.position + 1}: {self.token} instead of "
             f"{self.plain_token}, {gap}; no token of the text is more than {self.worst_gap:.2g} below the best "
             f"(near-tie: up to {self.limit:.2g})"
         )

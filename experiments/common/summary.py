@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, is_dataclass
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,7 +28,9 @@ DEFINITIONS = {
     "matches_plain": "every token is plain decoding's; null where tokens are sampled",
     "near_ties": f"texts that leave plain decoding's where two logits are within {FLOAT32_LIMIT} (float32), or within "
     f"{SHORT_LIMIT_ULP} units in the last place of the largest logit (bfloat16, float16)",
-    "faults": "texts that leave it elsewhere",
+    "faults": "texts that leave it elsewhere, where the law is lossless",
+    "other_texts": "texts that leave it elsewhere, where the law is lossy",
+    "lossless": "whether the acceptance law keeps the target's own law; of a lossy one's texts nothing follows for it",
 }
 RESAMPLES = 2000
 
@@ -36,14 +39,14 @@ Forks = dict[tuple[str, int, int, int], Fork]
 
 
 def summarize(
-    calls: Sequence[Call], task: str, forks: Forks, draft_costs: dict[str, float | None], law: str, temperature: float
+    calls: Sequence[Call], task: str, forks: Forks, draft_costs: dict[str, float | None], temperature: float
 ) -> list[dict[str, Any]]:
     """A row for each drafter of these calls."""
     groups: dict[str, list[Call]] = {}
     for call in calls:
         groups.setdefault(call.drafter.label, []).append(call)
     plain = next(group for group in groups.values() if group[0].drafter.kind == PLAIN)
-    return [_row(group, plain, task, forks, draft_costs[label], law, temperature) for label, group in groups.items()]
+    return [_row(group, plain, task, forks, draft_costs[label], temperature) for label, group in groups.items()]
 
 
 def _row(
@@ -52,10 +55,9 @@ def _row(
     task: str,
     forks: Forks,
     draft_cost: float | None,
-    law: str,
     temperature: float,
 ) -> dict[str, Any]:
-    drafter = calls[0].drafter
+    drafter, law = calls[0].drafter, calls[0].generation.law
     stats = Stats.total(call.generation.stats for call in calls)
     seconds = sum(statistics.median(call.seconds) for call in calls)
     is_plain = drafter.kind == PLAIN
@@ -64,7 +66,9 @@ def _row(
     return {
         "task": task,
         "drafter": drafter.label,
-        "law": law,
+        "law": law.name,
+        "lossless": law.lossless,
+        "law_settings": asdict(cast(Any, law)) if is_dataclass(law) else {},
         "num_draft_tokens": drafter.num_draft_tokens,
         "batch_size": len(calls[0].generation.token_ids),
         "temperature": temperature,
@@ -82,7 +86,8 @@ def _row(
         "speedup_interval": None if is_plain else speedup_interval(calls, plain),
         "matches_plain": None if temperature > 0 else not here,
         "near_ties": sum(fork.near_tie for fork in here),
-        "faults": sum(not fork.near_tie for fork in here),
+        "faults": sum(not fork.near_tie for fork in here) if law.lossless else 0,
+        "other_texts": 0 if law.lossless else sum(not fork.near_tie for fork in here),
     }
 
 

@@ -61,7 +61,6 @@ def compare_shapes(
     found: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, tuple[int, ...]],
     kind: str = "tensor",
-    asked_by: str = CONFIG,
 ) -> None:
     """Names and shapes must agree."""
     if missing := [name for name in expected if name not in found]:
@@ -70,7 +69,7 @@ def compare_shapes(
         raise CheckpointError(f"{where}: {len(unexpected)} unexpected {kind}(s): {some(unexpected)}")
     wrong = [name for name in expected if found[name] != expected[name]]
     if wrong:
-        shapes = [f"{n} is {list(found[n])}, {asked_by} asks for {list(expected[n])}" for n in wrong]
+        shapes = [f"{n} is {list(found[n])}, {CONFIG} asks for {list(expected[n])}" for n in wrong]
         raise CheckpointError(f"{where}: {len(wrong)} {kind}(s) of the wrong shape: {some(shapes, 2)}")
 
 
@@ -90,10 +89,11 @@ def replace_files(folder: Path, writers: Mapping[str, Callable[[Path], Any]]) ->
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot write the checkpoint: {one_line(error)}") from error
     finally:
-        for file in temporary.values():
-            file.unlink(missing_ok=True)
-        if made and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+        if folder.is_dir():
+            for file in temporary.values():
+                file.unlink(missing_ok=True)
+            if made and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def some(names: Iterable[str], count: int = 4) -> str:

@@ -6,7 +6,7 @@ next token, so both numbers are the same, near-ties aside. Where they are not, t
 differently, which is the fault that users of other trainers report most.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from specjax.metrics import Stats
 from specjax.models.interface import TargetModel
 from specjax.models.target import Target
 from specjax.requests import Prompt
+from specjax.state import Drafter
 from specjax.training.batches import Batch
 from specjax.training.features import online
 from specjax.training.objective import Objective
@@ -34,16 +35,17 @@ class Guesser(Protocol):
     @property
     def features(self) -> tuple[str, ...]: ...
 
-    def guesses(
+    def ranked(
         self,
         network: Any,
         target: TargetModel,
         batch: Batch,
         features: dict[str, Float[Array, "B T M"]],
         count: int,
-    ) -> Int[Array, "B T k"]:
-        """At t, what a greedy chain drafts for the tokens t + 2, t + 3, …, given the text up to t + 1: guess i is right
-        only if it would be made after the right guesses before it.
+        ranks: int,
+    ) -> Int[Array, "B T k R"]:
+        """At t, the most likely tokens for the places t + 2, t + 3, …, best first, given the text up to before each
+        place: what a draft from t has there if it was right so far.
         """
         ...
 
@@ -79,7 +81,10 @@ class HeldOut:
 
     def decode(self, objective: Objective, network: nnx.Module) -> Stats:
         """What the engine counts with the current weights, greedily."""
-        drafter, target = objective.decoding(network, self.target)
+        return self.decode_with(*objective.decoding(network, self.target))
+
+    def decode_with(self, drafter: Drafter, target: Target) -> Stats:
+        """What the engine counts with a drafter, greedily."""
         parts = []
         for start in range(0, len(self.prompt_ids), self.batch_size):
             prompts = [list(ids) for ids in self.prompt_ids[start : start + self.batch_size]]
@@ -88,17 +93,38 @@ class HeldOut:
 
     def teacher_forced(self, objective: Guesser, network: nnx.Module, num_draft_tokens: int) -> float:
         """Tokens per call of a greedy chain of that length, from the answers as they are."""
+        committed = rounds = 0
+        for text, start, ranked in self._ranked(objective, network, num_draft_tokens, 1):
+            committed += len(text) - start
+            rounds += walk(text, start, start + self.max_new_tokens, ranked[..., 0])
+        return committed / rounds
+
+    def rank_accuracies(
+        self, objective: Guesser, network: nnx.Module, depth: int, ranks: int
+    ) -> Float[np.ndarray, "D R"]:
+        """How often the token at each depth of a draft is its r-th most likely guess, from every place of the answers:
+        what `best_tree` makes a static tree of.
+        """
+        hits, places = np.zeros((depth, ranks)), np.zeros((depth, 1))
+        for text, start, ranked in self._ranked(objective, network, depth, ranks):
+            for i in range(depth):
+                pending = np.arange(max(start, 2), len(text) - i)  # committed length before the round
+                hits[i] += (ranked[pending - 2, i] == text[pending + i, None]).sum(0)
+                places[i] += len(pending)
+        return hits / np.maximum(places, 1)
+
+    def _ranked(
+        self, objective: Guesser, network: nnx.Module, count: int, ranks: int
+    ) -> Iterator[tuple[Int[np.ndarray, "n"], int, Int[np.ndarray, "T k R"]]]:
+        """Each text, the length of its prompt, and the guesses over it."""
         size = max(len(p) + len(a) for p, a in zip(self.prompt_ids, self.answer_ids, strict=True))
         size = -(-size // 128) * 128
         model: Any = self.target.model
-        committed = rounds = 0
         for prompt, answer in zip(self.prompt_ids, self.answer_ids, strict=True):
             text = np.array([*prompt, *answer], np.int32)
-            guesses = np.asarray(_guess(objective, network, model, _alone(text, size), num_draft_tokens))[0]
-            limit = len(prompt) + self.max_new_tokens
-            committed += len(answer)
-            rounds += walk(text, len(prompt), limit, guesses)
-        return committed / rounds
+            with jax.default_matmul_precision("highest"):
+                found = _guess(objective, network, model, _alone(text, size), count, ranks)
+            yield text, len(prompt), np.asarray(found)[0]
 
 
 def chain_length(tree: Any) -> int | None:
@@ -115,7 +141,7 @@ def walk(text: Int[np.ndarray, "n"], prompt_length: int, limit: int, guesses: In
     Args:
         text: prompt and answer.
         limit: length at which the row ends.
-        guesses: see `Guesser`.
+        guesses: the likeliest of `Guesser.ranked`.
     """
     length, rounds = prompt_length, 0
     while length < len(text):
@@ -136,12 +162,7 @@ def _alone(text: Int[np.ndarray, "n"], size: int) -> Batch:
     return Batch(tokens, real[None], real[None].astype(np.int32), positions, np.zeros(1, np.int32))
 
 
-def _guess(objective: Any, network: Any, model: Any, batch: Batch, count: int) -> Int[Array, "B T k"]:
-    with jax.default_matmul_precision("highest"):
-        return _guesses(objective, network, model, batch, count)
-
-
-@jax.jit(static_argnums=(0, 4))
-def _guesses(objective: Any, network: Any, model: Any, batch: Batch, count: int) -> Int[Array, "B T k"]:
+@jax.jit(static_argnums=(0, 4, 5))
+def _guess(objective: Any, network: Any, model: Any, batch: Batch, count: int, ranks: int) -> Int[Array, "B T k R"]:
     batch = jax.tree.map(jnp.asarray, batch)
-    return objective.guesses(network, model, batch, online(model, batch, objective.features), count)
+    return objective.ranked(network, model, batch, online(model, batch, objective.features), count, ranks)

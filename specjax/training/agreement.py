@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from specjax.sampling import argmax
 from specjax.training.supervised import Supervised
 
 
@@ -20,6 +21,11 @@ def draft_places(tokens: Int[Array, "B C"], ids: Int[Array, "Vd"] | None, vocab_
 def cross_entropy(logits: Float[Array, "B C Vd"], law: Float[Array, "B C Vd"]) -> Float[Array, "B C"]:
     """-Σ_x p(x) log q(x), q the softmax of `logits`; p sums to 1."""
     return jax.nn.logsumexp(logits, axis=-1) - (law * logits).sum(-1)
+
+
+def top(logits: Float[Array, "*B Vd"], ranks: int) -> Int[Array, "*B R"]:
+    """The `ranks` most likely tokens, best first."""
+    return argmax(logits)[..., None] if ranks == 1 else jax.lax.top_k(logits, ranks)[1]
 
 
 @dataclass

@@ -25,7 +25,6 @@ from specjax.sampling import Sampling
 from specjax.state import BROKEN, FINISH_REASONS, LENGTH, RUNNING, DecodeState, Drafter
 from specjax.text import final_text
 
-
 SMALLEST = 8  # rows; a smaller batch's rounds are hardly shorter
 
 
@@ -93,7 +92,7 @@ def decode_all(
 
 
 def sizes(batch_size: int) -> list[int]:
-    """The sizes that a batch may have, the largest first. Each one is a program to compile, so there are three at most."""
+    """The sizes that a batch may have, the largest first: at most three, since each is a program to compile."""
     return [batch_size, *(size for size in (batch_size // 2, batch_size // 4) if size >= SMALLEST)]
 
 

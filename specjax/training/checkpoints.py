@@ -6,6 +6,7 @@ A checkpoint holds the `TrainState` (parameters, buffers, optimizer, key, step),
 configuration, which a resumed run must have again.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ class Checkpoints:
         """Open, or begin.
 
         Raises:
-            CheckpointError: a directory that cannot be made or read.
+            CheckpointError: a directory that cannot be made or read, or that another process trains in.
         """
         self.directory = Path(directory).absolute()
         self.folder = self.directory / FOLDER
@@ -53,9 +54,11 @@ class Checkpoints:
             create=not read_only,
             read_only=read_only,
         )
+        self._lock: Any = None
         try:
             if not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._claim()
                 self._empty_trash()
             handlers = {
                 "weights": ocp.StandardCheckpointHandler(),
@@ -78,6 +81,9 @@ class Checkpoints:
             if error is None:
                 raise
             error.add_note(str(failed))  # the first fault is the one to tell
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     @property
     def steps(self) -> list[int]:
@@ -201,6 +207,17 @@ class Checkpoints:
         except Exception as error:
             text = f"{self.folder / str(step)}: this checkpoint cannot be read ({_reason(error)})"
             raise CheckpointError(text) from error
+
+    def _claim(self) -> None:
+        """Keep others from training here: they would take what is being written for what a killed run left."""
+        if jax.process_index() != 0:
+            return
+        self._lock = (self.directory / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            self._lock.close()
+            raise CheckpointError(f"{self.directory}: another process is training there") from None
 
     def _empty_trash(self) -> None:
         if jax.process_index() == 0:

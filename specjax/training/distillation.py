@@ -16,7 +16,7 @@ from specjax.models.interface import TargetModel
 from specjax.models.target import Target
 from specjax.sampling import argmax
 from specjax.state import Drafter
-from specjax.training.agreement import Agreement, draft_places
+from specjax.training.agreement import Agreement, draft_places, top
 from specjax.training.batches import Batch
 from specjax.training.features import segment_mask
 from specjax.training.objective import Losses
@@ -103,11 +103,18 @@ class Distillation:
         missed = {"missed": (rows.missed.astype(jnp.float32), jnp.float32(1))}
         return Losses(total, count, agreement.sums | figures | missed)
 
-    def guesses(
-        self, network: SmallDecoder | Decoder, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
-    ) -> Int[Array, "B T k"]:
+    def ranked(
+        self,
+        network: SmallDecoder | Decoder,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Array],
+        count: int,
+        ranks: int,
+    ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        best = argmaxes(network, target, batch)
+        scores = _scores(network, target, batch, None)
+        best = scores.tokens(top(scores.values, ranks))
         places = jnp.arange(best.shape[1])[:, None] + 1 + jnp.arange(count)
         return best[:, jnp.minimum(places, best.shape[1] - 1)]
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
+from specjax.drafters.eagle_step import pick
 from specjax.drafters.eagle_unroll import unroll
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.vocabulary import logits_of
@@ -23,7 +24,7 @@ from specjax.models.interface import TargetModel
 from specjax.models.target import Target
 from specjax.state import Drafter
 from specjax.training.acceptance import chain_length
-from specjax.training.agreement import Agreement, cross_entropy, draft_places
+from specjax.training.agreement import Agreement, cross_entropy, draft_places, top
 from specjax.training.batches import Batch
 from specjax.training.features import segment_mask
 from specjax.training.objective import Losses
@@ -38,8 +39,8 @@ class Eagle3Objective:
         loss = Σ_s decay^s Σ_u CE(p_u, q_su) / number of supervised tokens u
 
     p is the target's law before token u over the draft vocabulary, q the draft's at step s, that is when the token is
-    s + 1 ahead of the pending one. There is no feature loss. Tokens outside the draft vocabulary are left out, as the
-    draft can never be right there; they stay in the accuracies, where they count as wrong.
+    s + 1 ahead of the pending one; drafts begin with a supervised token. There is no feature loss. Tokens outside the
+    draft vocabulary are left out, as the draft can never be right there; in the accuracies they count as wrong.
 
     Attributes:
         steps: of the unroll (the paper: 7; speculators: 3).
@@ -69,31 +70,36 @@ class Eagle3Objective:
         features: dict[str, Float[Array, "B T M"]],
         key: Array,
     ) -> Losses:
-        outputs = _unrolled(network, target, batch, features, self.steps)
-        labels = Supervised.of(batch, 1, self.capacity)
+        text = _Text.of(batch, self.capacity)
+        outputs = text.unroll(network, target, features, self.steps)
         ids = network.target_ids
-        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, labels.at(features["hidden"]), ids)))
-        drafted = draft_places(labels.labels, ids, target.vocab_size)
+        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, text.labels.at(features["hidden"]), ids)))
         total, agreement = jnp.float32(0.0), Agreement(batch.tokens.shape)
         for step, output in enumerate(outputs):
-            rows = labels.behind(step + 1, batch.segments)
-            logits = network.logits(rows.at(output), target)
-            loss = cross_entropy(logits, law)
+            rows = text.starts.further(step, 2, batch)
+            drafted = draft_places(rows.labels, ids, target.vocab_size)
+            logits = network.logits(output, target)
+            loss = cross_entropy(logits, text.before(law, step))
             total += self.decay**step * jnp.where(rows.valid & (drafted >= 0), loss, 0.0).sum()
             agreement.add(step, rows, logits.argmax(-1) == drafted)
-        count = labels.count.astype(jnp.float32)
-        return Losses(total, count, agreement.sums | {"missed": (labels.missed.astype(jnp.float32), jnp.float32(1))})
+        return Losses(total, text.count, agreement.sums | text.figures)
 
     @property
     def chain_length(self) -> int | None:
         """Draft tokens of the drafter that is measured, where it drafts a chain."""
         return chain_length(self.tree)
 
-    def guesses(
-        self, network: Eagle3Network, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
-    ) -> Int[Array, "B T k"]:
+    def ranked(
+        self,
+        network: Eagle3Network,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Array],
+        count: int,
+        ranks: int,
+    ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        return _guesses(network, target, batch, features, count)
+        return _ranked(network, target, batch, features, count, ranks)
 
     def decoding(self, network: Eagle3Network, target: Target) -> tuple[Drafter, Target]:
         return Eagle(network, self.tree), target
@@ -143,37 +149,42 @@ class EagleObjective:
         hidden = features["hidden"].astype(jnp.float32)
         spread = self.noise * 512 / hidden.shape[1]
         noisy = hidden + spread * (jax.random.uniform(key, hidden.shape) - 0.5)
-        outputs = _unrolled(network, target, batch, {"hidden": noisy}, self.steps, int(self.shifted))
-        labels = Supervised.of(batch, 1, self.capacity)
-        true = labels.at(hidden)
+        text = _Text.of(batch, self.capacity)
+        outputs = text.unroll(network, target, {"hidden": noisy}, self.steps, int(self.shifted))
+        true = text.labels.at(hidden)
         ids = None if self.vocabulary is None else jnp.array(self.vocabulary, jnp.int32)
         law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, true, ids)))
-        wanted = draft_places(labels.labels, ids, target.vocab_size)
         near = token = jnp.float32(0.0)
         agreement = Agreement(batch.tokens.shape)
-        for step, output in enumerate(outputs):
-            rows = labels.behind(step + 1, batch.segments)
-            guess = rows.at(output)
+        for step, guess in enumerate(outputs):
+            rows = text.starts.further(step, 2, batch)
+            wanted = draft_places(rows.labels, ids, target.vocab_size)
             logits = logits_of(target, guess, ids)
-            difference = optax.huber_loss(guess.astype(jnp.float32), true).mean(-1)
+            difference = optax.huber_loss(guess.astype(jnp.float32), text.before(true, step)).mean(-1)
             weight = self.decay**step * rows.valid
             near += (weight * difference).sum()
-            token += (weight * jnp.where(wanted >= 0, cross_entropy(logits, law), 0.0)).sum()
+            ce = cross_entropy(logits, text.before(law, step))
+            token += (weight * jnp.where(wanted >= 0, ce, 0.0)).sum()
             agreement.add(step, rows, logits.argmax(-1) == wanted)
-        count = labels.count.astype(jnp.float32)
-        figures = {"loss.feature": (near, count), "loss.token": (token, count)}
-        return Losses(self.feature_weight * near + self.token_weight * token, count, agreement.sums | figures)
+        figures = {"loss.feature": (near, text.count), "loss.token": (token, text.count)} | text.figures
+        return Losses(self.feature_weight * near + self.token_weight * token, text.count, agreement.sums | figures)
 
     @property
     def chain_length(self) -> int | None:
         """Draft tokens of the drafter that is measured, where it drafts a chain."""
         return chain_length(self.tree)
 
-    def guesses(
-        self, network: EagleNetwork, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
-    ) -> Int[Array, "B T k"]:
+    def ranked(
+        self,
+        network: EagleNetwork,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Array],
+        count: int,
+        ranks: int,
+    ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        return _guesses(network, target, batch, features, count)
+        return _ranked(network, target, batch, features, count, ranks)
 
     def decoding(self, network: EagleNetwork, target: Target) -> tuple[Drafter, Target]:
         if not self.shifted:
@@ -181,17 +192,50 @@ class EagleObjective:
         return Eagle(network, self.tree), target
 
 
-def _unrolled(
-    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], steps: int, shift: int = 1
-) -> list[Float[Array, "B T M"]]:
+@dataclass(frozen=True)
+class _Text:
+    """A batch as it is drafted from.
+
+    Attributes:
+        starts: the places t whose first guess, the token at t + 2, is supervised: decoding starts no others.
+        labels: the places before supervised tokens, for what the target says there, computed once for all steps.
+    """
+
+    batch: Batch
+    starts: Supervised
+    labels: Supervised
+
+    @classmethod
+    def of(cls, batch: Batch, capacity: int | None) -> "_Text":
+        return cls(batch, Supervised.of(batch, 2, capacity), Supervised.of(batch, 1, capacity))
+
+    def unroll(
+        self, network: Any, target: TargetModel, features: dict[str, Array], steps: int, shift: int = 1
+    ) -> list[Float[Array, "B C M"]]:
+        tokens, positions = jnp.asarray(self.batch.tokens), jnp.asarray(self.batch.positions)
+        mask = segment_mask(jnp.asarray(self.batch.segments))
+        fused = network.fuse(features)
+        return unroll(network, target, fused, tokens, positions, mask, steps, self.starts.index, shift)
+
+    def before(self, values: Float[Array, "B C *R"], step: int) -> Float[Array, "B C *R"]:
+        """Values at the places of `labels`, for the labels that `starts` guess in a step."""
+        places = self.starts.at(self.labels.places(self.batch.tokens.shape[1]), step + 1)
+        return pick(values, places)
+
+    @property
+    def count(self) -> Float[Array, ""]:
+        return self.labels.count.astype(jnp.float32)
+
+    @property
+    def figures(self) -> dict[str, tuple[Array, Array]]:
+        return {"missed": (self.labels.missed.astype(jnp.float32), jnp.float32(1))}
+
+
+def _ranked(
+    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], count: int, ranks: int
+) -> Int[Array, "B T k R"]:
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     mask = segment_mask(jnp.asarray(batch.segments))
-    return unroll(network, target, network.fuse(features), tokens, positions, mask, steps, shift)
-
-
-def _guesses(
-    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
-) -> Int[Array, "B T k"]:
-    outputs = _unrolled(network, target, batch, features, count)
-    found = jnp.stack([network.logits(output, target).argmax(-1) for output in outputs], axis=-1)
+    outputs = unroll(network, target, network.fuse(features), tokens, positions, mask, count)
+    found = jnp.stack([top(network.logits(output, target), ranks) for output in outputs], axis=2)
     return found if network.target_ids is None else network.target_ids[found]

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 def segment_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """What each token of packed rows sees: the tokens of its own conversation up to itself (padding: of the padding)."""
+    """What each token of packed rows sees: those of its own conversation up to itself (padding: of the padding)."""
     size = segments.shape[1]
     return (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((size, size), bool))
 
 
 def online(model: TargetModel, batch: Batch, names: Sequence[str]) -> dict[str, Float[Array, "B T M"]]:
     """The features of a batch, in one pass of the frozen target."""
-    output = model(batch.tokens, batch.positions, segment_mask(batch.segments), features=tuple(names))
+    tokens, positions, segments = (jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segments))
+    output = model(tokens, positions, segment_mask(segments), features=tuple(names))
     return {name: jax.lax.stop_gradient(value) for name, value in output.features.items()}
 
 
@@ -104,7 +105,8 @@ def store(
         model: the target.
         rows: all of one length.
         names: the features.
-        directory: made where it is missing; one that holds features of the same rows and target is continued.
+        directory: made where it is missing; one that holds features of the same rows and target, these among them, is
+            continued.
         fingerprint: what tells this target from others.
         dtype: of the numbers on disk.
         batch_size: rows in a pass.
@@ -126,8 +128,8 @@ def store(
     widths = tuple(shapes[name].shape[-1] for name in names)
     stored = Stored(directory, tuple(names), widths, dtype, len(rows), length, f"{rows.fingerprint}-{fingerprint}")
     _reserve(stored, budget_bytes)
-    _claim(stored)
-    program = jax.jit(lambda model, batch: jnp.concatenate([*online(model, batch, names).values()], axis=-1))
+    stored = _claim(stored)
+    program = jax.jit(lambda model, batch: jnp.concatenate([*online(model, batch, stored.names).values()], axis=-1))
     for shard in range(stored.num_shards):
         numbers = list(range(shard * SHARD_ROWS, min((shard + 1) * SHARD_ROWS, len(rows))))
         if not stored.path(shard).exists():
@@ -167,23 +169,26 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
-def _claim(stored: Stored) -> None:
-    """Write the manifest, or compare it with the one that is there."""
+def _claim(stored: Stored) -> Stored:
+    """Write the manifest, or compare it with the one that is there, which may have further features."""
     path = stored.directory / MANIFEST
     described: dict[str, Any] = json.loads(json.dumps(asdict(stored) | {"directory": "."}))
-    if path.exists():
-        found = json.loads(path.read_text())
-        differs = [key for key in described if found.get(key) != described[key]]
-        if differs:
-            key = differs[0]
-            raise InputError(
-                f"{stored.directory} holds other features: {key} is {found.get(key)!r} there and {described[key]!r} "
-                "here; give another directory, or remove it"
-            )
-        return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(described, indent=1))
-    os.replace(temporary, path)
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(described, indent=1))
+        os.replace(temporary, path)
+        return stored
+    found = json.loads(path.read_text())
+    if set(stored.names) <= set(found["names"]):
+        described |= {"names": found["names"], "widths": found["widths"]}
+    differs = [key for key in described if found.get(key) != described[key]]
+    if differs:
+        key = differs[0]
+        raise InputError(
+            f"{stored.directory} holds other features: {key} is {found.get(key)!r} there and {described[key]!r} "
+            "here; give another directory, or remove it"
+        )
+    return replace(stored, names=tuple(found["names"]), widths=tuple(found["widths"]))
 
 
 def _write(path: Path, values: np.ndarray) -> None:

@@ -94,6 +94,10 @@ class Outcome:
     stopped: bool
     empty_steps: int
 
+    @property
+    def finished(self) -> bool:
+        return not self.stopped
+
 
 def train(
     objective: Objective,
@@ -109,7 +113,8 @@ def train(
     described: Mapping[str, Any] | None = None,
     progress: bool = True,
 ) -> Outcome:
-    """Train, or continue a run of the same settings: as if it had never stopped, bit for bit.
+    """Train, or continue a run of the same settings: as if it had never stopped, bit for bit where the device computes
+    the same twice (GPUs with XLA_FLAGS=--xla_gpu_deterministic_ops=true).
 
     SIGTERM saves and returns. So that nothing good is overwritten, a loss or gradient that is not finite ends the run
     before anything more is saved.
@@ -137,9 +142,10 @@ def train(
     optimizer = make_optimizer(optimization)
     schedule = make_schedule(optimization, run.steps)
     axes = over.declared_axes(network) if mesh else {}
+    params, buffers = (over.place_arrays(mesh, x, axes) for x in (params, buffers))
     state = over.place_state(mesh, make_state(params, buffers, optimizer, run.seed), axes)
     model = over.place_model(mesh, target.model)
-    step = make_step(objective, skeleton, model, optimizer, schedule, run.compute_dtype, mesh, state, axes)
+    step = make_step(objective, skeleton, model, optimizer, schedule, run.compute_dtype, state)
     process, processes = jax.process_index(), jax.process_count()
     data = iter(batches(rows, run.batch_size, run.seed, process=process, num_processes=processes))
     with ExitStack() as stack:
@@ -154,6 +160,8 @@ def train(
             journal = stack.enter_context(closing(Journal(run.directory, resumed, sinks(resumed, configuration))))
         bar = stack.enter_context(Progress(run.steps, resumed, show=progress and process == 0))
         told = stack.enter_context(_sigterm())
+        if resumed:
+            bar.say(f"continuing {run.directory} after step {resumed}")
         teller = _Teller(rows, journal, bar, run.log_every)
 
         def network_of(state: TrainState) -> nnx.Module:
@@ -185,6 +193,10 @@ def train(
         if saved != at:
             checkpoints.save(state, data.get_state(), configuration)
         checkpoints.wait()
+        if at < run.steps:
+            bar.say(f"stopped by SIGTERM; step {at} is saved, the same command goes on from there")
+        if teller.empty_steps:
+            bar.say(f"{teller.empty_steps} steps had no supervised token and changed nothing")
         return Outcome(
             skeleton.network(state.params, state.buffers),
             at,

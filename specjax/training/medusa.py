@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from specjax.drafters.eagle_step import pick
 from specjax.drafters.medusa import Medusa, MedusaHeads
 from specjax.drafters.vocabulary import logits_of
 from specjax.models.interface import TargetModel
 from specjax.models.target import Target
 from specjax.state import Drafter
 from specjax.training.acceptance import chain_length
-from specjax.training.agreement import Agreement, cross_entropy, draft_places
+from specjax.training.agreement import Agreement, cross_entropy, draft_places, top
 from specjax.training.batches import Batch
 from specjax.training.objective import Losses
 from specjax.training.supervised import Supervised
@@ -26,8 +27,8 @@ class MedusaObjective:
 
         loss = Σ_i decay^(i + 1) Σ_u CE(head i before token u, u) / number of supervised tokens u
 
-    Head i reads the hidden state at t and scores the token at u = t + 2 + i. Tokens that the heads cannot draft are left
-    out of the loss; in the accuracies they count as wrong.
+    Head i reads the hidden state at t and scores the token at u = t + 2 + i, from places t whose first guess is
+    supervised too. Tokens that the heads cannot draft are left out of the loss; in the accuracies they count as wrong.
 
     Attributes:
         decay: 0.8 in the published code; 1 is the plain sum.
@@ -55,17 +56,19 @@ class MedusaObjective:
         hidden = features["hidden"]
         labels = Supervised.of(batch, 1, self.capacity)
         ids = network.target_ids
-        wanted = draft_places(labels.labels, ids, target.vocab_size)
+        starts = Supervised.of(batch, 2, self.capacity)
         law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, labels.at(hidden), ids))) if self.soft else None
+        places = labels.places(batch.tokens.shape[1])
         total, agreement = jnp.float32(0.0), Agreement(batch.tokens.shape)
         for head in range(network.config.num_heads):
-            rows = labels.behind(head + 1, batch.segments)
+            rows = starts.further(head, 2, batch)
+            wanted = draft_places(rows.labels, ids, target.vocab_size)
             logits = network.head_logits(head, rows.at(hidden), target)
             if law is None:
-                top = jax.nn.logsumexp(logits, axis=-1)
-                loss = top - jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)[..., 0]
+                chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)[..., 0]
+                loss = jax.nn.logsumexp(logits, axis=-1) - chosen
             else:
-                loss = cross_entropy(logits, law)
+                loss = cross_entropy(logits, pick(law, rows.at(places, head + 1)))
             total += self.decay ** (head + 1) * jnp.where(rows.valid & (wanted >= 0), loss, 0.0).sum()
             agreement.add(head, rows, logits.argmax(-1) == wanted)
         return Losses(total, labels.count.astype(jnp.float32), agreement.sums)
@@ -75,12 +78,18 @@ class MedusaObjective:
         """Draft tokens of the drafter that is measured, where it drafts a chain."""
         return chain_length(self.tree)
 
-    def guesses(
-        self, network: MedusaHeads, target: TargetModel, batch: Batch, features: dict[str, Array], count: int
-    ) -> Int[Array, "B T k"]:
+    def ranked(
+        self,
+        network: MedusaHeads,
+        target: TargetModel,
+        batch: Batch,
+        features: dict[str, Array],
+        count: int,
+        ranks: int,
+    ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        best = [network.head_logits(i, features["hidden"], target).argmax(-1) for i in range(count)]
-        found = jnp.stack(best, axis=-1)
+        best = [top(network.head_logits(i, features["hidden"], target), ranks) for i in range(count)]
+        found = jnp.stack(best, axis=2)
         return found if network.target_ids is None else network.target_ids[found]
 
     def decoding(self, network: MedusaHeads, target: Target) -> tuple[Drafter, Target]:

@@ -6,7 +6,7 @@ over devices where the placement asks for them. Processes (`jax.distributed`) ea
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specjax.errors import InputError
 from specjax.models.sharding import spec
+from specjax.training.state import take_apart
 
 AXES = ("data", "fsdp", "tensor")
 Axes = tuple[str | None, ...]
@@ -87,36 +88,52 @@ def place_model(mesh: Mesh | None, model: Any) -> Any:
         return model
     if not isinstance(model, nnx.Module):
         return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, PartitionSpec())), model)
-    graph, state = nnx.split(model)
-    where = shardings(
-        mesh, {_name(path): _value(leaf) for path, leaf in nnx.to_flat_state(state)}, declared_axes(model)
-    )
-    leaves = []
-    for path, leaf in nnx.to_flat_state(state):
-        value = _put(_value(leaf), where[_name(path)])
-        leaves.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
+    skeleton, params, buffers = take_apart(model)
+    axes = declared_axes(model)
+    return skeleton.network(place_arrays(mesh, params, axes), place_arrays(mesh, buffers, axes))
+
+
+def place_arrays(mesh: Mesh | None, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Any]:
+    """Parameters or buffers on the mesh, by their axes."""
+    if mesh is None:
+        return dict(arrays)
+    where = shardings(mesh, arrays, axes)
+    return {name: _put(x, where[name]) for name, x in arrays.items()}
 
 
 def place_state(mesh: Mesh | None, state: Any, axes: Mapping[str, Axes]) -> Any:
     """A `TrainState` on the mesh: parameters by their axes, and what the optimizer keeps of one beside it."""
     if mesh is None:
         return state
-    return jax.tree.map(_put, state, state_shardings(mesh, state, axes))
-
-
-def state_shardings(mesh: Mesh, state: Any, axes: Mapping[str, Axes]) -> Any:
-    """Where the arrays of a `TrainState` lie."""
     params = shardings(mesh, state.params, axes)
 
-    def of(path: Any, leaf: Any) -> Sharding:
+    def place(path: Any, leaf: Any) -> Any:
         # the optimizer's arrays have their parameter's name at the end of their path, and its shape
         name = getattr(path[-1], "key", None) if path else None
-        if name in params and jnp.shape(leaf) == state.params[name].shape:
-            return params[name]
-        return NamedSharding(mesh, PartitionSpec())
+        beside = name in params and jnp.shape(leaf) == state.params[name].shape
+        return _put(leaf, params[name] if beside else NamedSharding(mesh, PartitionSpec()))
 
-    return jax.tree_util.tree_map_with_path(of, state)
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def gathering(arrays: Any) -> Callable[[Any], Any]:
+    """What a compiled program does with weights before it uses them: bring the parts on the "fsdp" axis together.
+
+    Left to itself, the compiler may move the activations to the parts of the weights instead, which are much larger.
+    The gradient goes the other way: summed, and each device keeps its part.
+    """
+
+    def whole(sharding: Sharding) -> Sharding:
+        if not isinstance(sharding, NamedSharding):
+            return sharding
+        parts = [(part,) if isinstance(part, str) else part or () for part in sharding.spec]
+        kept = [tuple(name for name in part if name != "fsdp") for part in parts]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in kept)))
+
+    where = jax.tree.map(lambda x: whole(x.sharding), arrays)
+    if not any(isinstance(x, NamedSharding) for x in jax.tree.leaves(where)):
+        return lambda values: values
+    return lambda values: jax.lax.with_sharding_constraint(values, where)
 
 
 def shardings(mesh: Mesh, arrays: Mapping[str, Any], axes: Mapping[str, Axes]) -> dict[str, Sharding]:

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers, muon
 
-from specjax.errors import InputError, check_whole
+from specjax.errors import InputError
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -35,7 +35,7 @@ class Optimization:
             biases by AdamW (with Nesterov's momentum, as optax's Muon has it).
         learning_rate: the highest.
         schedule: after the warm-up, "cosine" or "linear" down to `final_rate`, or "constant".
-        warmup: steps of linear increase from 0; the first step already has a share of the rate.
+        warmup: share of the run's steps in which the rate rises linearly; the first step already has some of it.
         final_rate: where the schedule ends, as a share of `learning_rate`.
         weight_decay: of matrices only (norms and biases have none), times the learning rate.
         clip: the gradient's greatest norm over all parameters; 0 for no clipping.
@@ -46,7 +46,7 @@ class Optimization:
     optimizer: str = "adamw"
     learning_rate: float = 1e-4
     schedule: str = "cosine"
-    warmup: int = 0
+    warmup: float = 0.0
     final_rate: float = 0.0
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -59,7 +59,8 @@ class Optimization:
         for name, value, known in (("optimizer", self.optimizer, OPTIMIZERS), ("schedule", self.schedule, SCHEDULES)):
             if value not in known:
                 raise InputError(f"{name} is {value!r}; expected one of {', '.join(known)}")
-        check_whole("warmup", self.warmup, 0)
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"warmup is {self.warmup}; expected a share of the steps, at least 0 and less than 1")
         for name in ("learning_rate", "epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}; expected a number above 0")
@@ -75,9 +76,7 @@ class Optimization:
 
 def make_schedule(settings: Optimization, steps: int) -> Callable[[Any], Array]:
     """The learning rate of step 0, 1, … `steps - 1`."""
-    peak, warmup = settings.learning_rate, settings.warmup
-    if warmup >= steps and settings.schedule != "constant":
-        raise InputError(f"warmup of {warmup} steps: expected less than the {steps} steps of the run")
+    peak, warmup = settings.learning_rate, min(round(settings.warmup * steps), steps - 1)
     rest = max(steps - warmup, 1)
     if settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, settings.final_rate)

@@ -6,12 +6,13 @@
 The scripts in `train/` add a drafter's own settings to `Plan` and say which network learns what.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import tyro
@@ -20,6 +21,8 @@ from jaxtyping import Int
 from rich import progress as bars
 from rich.console import Console
 
+from specjax.drafters.medusa import best_tree
+from specjax.drafters.stored import load_drafter, save_drafter
 from specjax.errors import InputError, check_whole
 from specjax.models.target import Target, load
 from specjax.training.acceptance import HeldOut
@@ -32,17 +35,29 @@ from specjax.training.mesh import parse_mesh
 from specjax.training.optimizers import Optimization
 from specjax.training.rendering import Rendered, Renderer
 from specjax.training.supervised import room
+from specjax.training.synthesis import FromNothing, Recipe, num_texts, synthesize
+from specjax.trees import StaticTree
+
+P = TypeVar("P", bound="Plan")
 
 
 @dataclass(frozen=True)
 class Plan:
     """The settings that all training scripts share."""
 
-    output: Path
+    output: Path = Path("runs/drafter")
     """Directory of the run: features, checkpoints, metrics, and in the end the drafter. One that holds a run is
     continued."""
+    preset: Literal["quick", "full"] = "quick"
+    """What the other settings are where they are not given: a run of minutes, or the one of the shipped drafter."""
     data: tuple[Path, ...] = ()
-    """Files or directories of conversations."""
+    """Files or directories of conversations. None: the target makes some up."""
+    questions: int = 192
+    """Without data: conversations that the target makes up, question and answer."""
+    question_tokens: int = 96
+    """Of a question made up; longer ones are dropped."""
+    answer_tokens: int = 256
+    """Of an answer; longer ones are cut."""
     target: str = "smollm2-135m-instruct"
     """The model to draft for: a name, a directory, a .gguf file or a Hub model."""
     length: int = 768
@@ -66,6 +81,8 @@ class Plan:
     optimization: Annotated[Optimization, tyro.conf.arg(name="")] = Optimization()
     features: Literal["stored", "online"] = "stored"
     """Whether the target's features are computed once and kept on disk, or in every step."""
+    features_directory: Path | None = None
+    """Where stored features are, if not in the output; runs over the same data can share them."""
     features_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of stored features."""
     features_budget: float = 20.0
@@ -115,10 +132,9 @@ class Session:
             InputError: data that cannot be read, or too little of it.
         """
         console = console or Console(highlight=False, soft_wrap=True)
-        if not plan.data:
-            raise InputError("no data to learn from: give files of conversations")
         target = load(plan.target, dtype=plan.target_dtype, mesh=parse_mesh(plan.mesh) if plan.mesh else None)
-        rendered = Renderer.of(target).render_all(read_conversations(*plan.data))
+        data = plan.data or (_make_up(plan, target, console),)
+        rendered = Renderer.of(target).render_all(read_conversations(*data))
         learned, held = hold_out(rendered, plan.held_out)
         rows = lay_out(learned, plan.length, plan.overlong)
         console.print(f"{rows.report}; {len(held)} held out")
@@ -186,10 +202,43 @@ class Session:
             sinks=self._sinks,
             described=described,
         )
-        if not outcome.stopped:
+        if outcome.finished:
             after = self.evaluate(objective, outcome.network)["tokens_per_call"]
             self.console.print(f"tokens per call after training: {after:.3f} (before: {before:.3f})")
         return outcome
+
+    def best_tree(self, objective: Any, network: nnx.Module, depth: int, num_nodes: int, ranks: int = 10) -> StaticTree:
+        """The static tree of `num_nodes` nodes that accuracies over the held-out prompts make best."""
+        accuracies = self.held_out.rank_accuracies(objective, network, depth, ranks)
+        return best_tree(accuracies.tolist(), num_nodes)
+
+    def save(self, drafter: Any, outcome: Outcome, dtype: str | None = None) -> None:
+        """Write the drafter to OUTPUT/drafter, with what it was trained on; say what it gives there.
+
+        The figures are those of what was written, read again: rounded, and with its own tree.
+        """
+        p, folder = self.plan, self.plan.output / "drafter"
+        training: dict[str, Any] = {
+            "settings": json.loads(json.dumps(asdict(p), default=str)),
+            "data": str(self.rows.report),
+            "rows": self.rows.fingerprint,
+            "steps": outcome.step,
+            "supervised_tokens_seen": round(outcome.step / steps_per_epoch(self.rows, p.batch_size) * self.supervised),
+        }
+        save_drafter(folder, drafter, self.target, dtype=dtype, training=training)
+        stats = self.held_out.decode_with(load_drafter(folder, self.target), self.target)
+        training["figures"] = {
+            "held-out prompts": len(self.prompts),
+            "new tokens": stats.new_tokens,
+            "tokens per call": stats.tokens_per_call,
+            "acceptance rate": stats.acceptance_rate,
+        }
+        save_drafter(folder, drafter, self.target, dtype=dtype, training=training)
+        self.console.print(f"{folder}: {stats.tokens_per_call:.3f} tokens per call on held-out prompts")
+
+    @property
+    def supervised(self) -> int:
+        return self.rows.report.supervised
 
     def stored(self, objective: Any) -> Stored:
         """The features that the objective wants, computed as far as they are missing."""
@@ -199,7 +248,7 @@ class Session:
                 self.target.model,
                 self.rows,
                 objective.features,
-                p.output / "features",
+                p.features_directory or p.output / "features",
                 self.target.weights_hash,
                 p.features_dtype,
                 budget_bytes=int(p.features_budget * 2**30),
@@ -233,6 +282,35 @@ def hold_out(rendered: list[Rendered], count: int) -> tuple[list[Rendered], list
         raise InputError("held-out conversations have no prompt (plain text?); give conversations with a user's turn")
     kept = set(held)
     return [r for r, prompt in zip(rendered, prompts, strict=True) if prompt not in kept], held
+
+
+def parse(kind: type[P], description: str | None, full: Mapping[str, Any]) -> P:
+    """A script's settings from the command line; `full` are what the preset of that name changes."""
+    preset = tyro.cli(_Preset, return_unknown_args=True, add_help=False)[0].preset
+    return tyro.cli(kind, description=description, default=kind(preset="full", **full) if preset == "full" else kind())
+
+
+@dataclass(frozen=True)
+class _Preset:
+    preset: Literal["quick", "full"] = "quick"
+
+
+def _make_up(plan: Plan, target: Target, console: Console) -> Path:
+    """Let the target write questions and answers into OUTPUT/data, as far as they are not there yet."""
+    folder, wanted = plan.output / "data", FromNothing(plan.questions)
+    recipe = Recipe(max_new_tokens=plan.answer_tokens, question_tokens=plan.question_tokens, seed=plan.seed)
+    console.print(f"no data given: {target.name} makes up {plan.questions} conversations")
+    total = num_texts(wanted)
+    with _bar(console, "texts") as advance:
+        done = 0
+
+        def count(texts: int, tokens: int | None) -> None:
+            nonlocal done
+            done += texts
+            advance(done, total)
+
+        synthesize(target, wanted, recipe, folder, progress=count)
+    return folder
 
 
 @contextmanager

@@ -144,6 +144,8 @@ def open_run(directory: Path, identity: Mapping[str, Any], num_shards: int, note
         for leftover in directory.glob(".*.part"):
             leftover.unlink()
         stored = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError("expected an object")
         _compare(file, stored, {"format": FORMAT, **identity})
         for entry in stored["shards"]:
             shard = Shard(**entry)

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from specjax.training.batches import Batch
 from specjax.training.features import online
-from specjax.training.mesh import Axes, state_shardings
+from specjax.training.mesh import gathering
 from specjax.training.objective import Losses, Objective
 from specjax.training.optimizers import descend
 from specjax.training.state import Skeleton, TrainState, cast
@@ -27,11 +26,11 @@ def make_step(
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Any], Any],
     compute_dtype: str,
-    mesh: Mesh | None,
-    shapes: TrainState,
-    axes: dict[str, Axes],
+    state: TrainState,
 ) -> Step:
     """The compiled step: `state, figures = step(state, batch, features)`. The state given is used up.
+
+    It is compiled for the devices that `state` and `model` lie on.
 
     The batch is `[A, B, …]`, A micro-batches; features are `[A, B, T, M]` by name, or None to compute them. With L the
     sum of the loss and n the number of supervised tokens over all micro-batches and devices, the gradient is that of
@@ -42,16 +41,18 @@ def make_step(
     """
     leaves, tree = jax.tree.flatten(model)  # an nnx module costs milliseconds a call, a list does not
 
+    gather_model, gather = gathering(leaves), gathering(state.params)
+
     def step(state: TrainState, leaves: Any, batch: Batch, given: Any) -> tuple[TrainState, dict[str, Array]]:
-        model = jax.tree.unflatten(tree, leaves)
         key = jax.random.fold_in(state.key, state.step)
 
         def micro_batch(gradients: Any, inputs: Any) -> tuple[Any, Losses]:
             number, batch, given = inputs
+            model = jax.tree.unflatten(tree, gather_model(leaves))
             features = online(model, batch, objective.features) if given is None else given
 
             def total(params: Any) -> tuple[Array, Losses]:
-                network = skeleton.network(cast(params, compute_dtype), state.buffers)
+                network = skeleton.network(gather(cast(params, compute_dtype)), state.buffers)
                 losses = objective.losses(network, model, batch, features, jax.random.fold_in(key, number))
                 return losses.total, losses
 
@@ -82,10 +83,9 @@ def make_step(
         figures |= {name: total / jnp.maximum(number, 1) for name, (total, number) in losses.figures.items()}
         return TrainState(state.step + 1, params, state.buffers, moments, state.key), figures
 
-    options: dict[str, Any] = {"donate_argnums": 0}
-    if mesh is not None:  # without it the compiler may place the new state otherwise, and the next step compile again
-        options["out_shardings"] = (state_shardings(mesh, shapes, axes), NamedSharding(mesh, PartitionSpec()))
-    compiled = jax.jit(step, **options)
+    # left to itself, the compiler may place the new state otherwise, and the next step would compile again
+    places = jax.tree.map(lambda x: x.sharding, state)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, places.step))
     return lambda state, batch, features: compiled(state, leaves, batch, features)
 
 

@@ -50,7 +50,8 @@ class Recipe:
         template_options: variables for the chat template, such as `enable_thinking`.
         seed: of everything drawn.
         batch_size: prompts decoded together; batches shrink, see `answers`.
-        shard_size: prompts (or questions) of a shard. A batch is made of one shard's prompts.
+        shard_size: prompts (or questions) of a shard. A batch is made of one shard's prompts, and a killed run loses
+            the shard that it was at.
         drafter: "plain" or "prompt-lookup".
         compress: write .jsonl.gz.
     """
@@ -133,7 +134,8 @@ def synthesize(
     first = _encode_first(target, prompts, recipe)
     _check_budget(largest_size(target, prompts, first, recipe), budget_mb, size)
     identity = {"settings": _settings(recipe), "target": _describe(target), "prompts": _origin(prompts)}
-    notes = {"versions": {"python": platform.python_version(), "jax": jax.__version__}}
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    notes = {"target_name": target.name, "target_revision": target.revision, "versions": versions}
     run = open_run(Path(output), identity, -(-size // recipe.shard_size), notes)
     seen: set[str] = set()
     for number in range(run.num_shards):
@@ -334,11 +336,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _describe(target: Target) -> dict[str, Any]:
+    """What makes a target the same one; its name only where it came from no file."""
     tokenizer = target.tokenizer
     return {
-        "name": target.name,
-        "revision": target.revision,
-        "sha256": target.weights_hash,
+        "weights": target.weights_hash or target.name,
         "dtype": target.dtype,
         "template": tokenizer.template_hash if tokenizer is not None else None,
         "eos_token_ids": list(target.eos_token_ids),
@@ -349,14 +350,12 @@ def _describe(target: Target) -> dict[str, Any]:
 def _origin(prompts: PromptFiles | FromNothing) -> dict[str, Any]:
     if isinstance(prompts, FromNothing):
         return {"from_nothing": prompts.count}
-    files = [{"file": name, "sha256": digest} for name, digest in prompts.files]
-    turns = num_texts(prompts)
     return {
-        "files": files,
+        "files": [{"file": name, "sha256": digest} for name, digest in prompts.files],
         "read": prompts.read,
         "duplicates": prompts.duplicates,
         "number": len(prompts.requests),
-        "texts": turns,
+        "texts": num_texts(prompts),
     }
 
 

@@ -80,17 +80,14 @@ def test_saved_and_loaded_again(form: str, deep: specjax.Target, tmp_path: Path)
     again = load_drafter(tmp_path / "a" / "b", deep)
     same(drafter, again)
     assert again.name == drafter.name
-    names = {"config.json", "README.md", "medusa_lm_head.safetensors" if "m" in kind or "s" in kind else ""} - {""}
-    if kind.startswith("eagle"):
-        names = {"config.json", "README.md", "model.safetensors"}
-    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == names
+    weights = "model.safetensors" if kind.startswith("eagle") else "medusa_lm_head.safetensors"
+    assert {file.name for file in (tmp_path / "a" / "b").iterdir()} == {"config.json", "README.md", weights}
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_same_proposals(kind: str, few: specjax.Target, tmp_path: Path) -> None:
     """Proposals of the loaded drafter, drawn ones with their law, are bitwise those of the saved one."""
     drafter: Any = {
-        "eagle1": lambda: Eagle(eagle1(few), chain_tree(3), block_sizes=(4,)),
         "eagle3": lambda: Eagle(eagle3(few, WORDS, feature_layers=(0, 1, 2)), chain_tree(3), block_sizes=(4,)),
         "medusa": lambda: Medusa(medusa(few), static_tree([(0,), (1,), (0, 0)]), block_sizes=(4,)),
     }[kind]()
@@ -261,7 +258,7 @@ def test_eagle3_options(deep: specjax.Target, tmp_path: Path) -> None:
 
 
 def test_other_feature_layers(deep: specjax.Target, tmp_path: Path) -> None:
-    """vLLM's key numbers the residual stream as we do, SGLang's one less; each form is for its engine."""
+    """The key of vLLM numbers the residual stream as we do, SGLang's one less; each form is for its engine."""
     drafter = Eagle(eagle3(deep, WORDS, feature_layers=(1, 4, 7)))
     for format in ("vllm", "sglang", "speculators"):
         save_drafter(tmp_path / format, drafter, deep, format=format)
@@ -306,6 +303,24 @@ def test_medusa_tensors(deep: specjax.Target, tmp_path: Path) -> None:
     np.testing.assert_allclose(foreign.heads.logits(x, deep.model), heads.logits(x, deep.model), atol=1e-5)
 
 
+def test_medusa_draft_vocabulary(deep: specjax.Target, tmp_path: Path) -> None:
+    """In our own form; engines get the target's whole head where it is shared."""
+    for shared in (False, True):
+        config = MedusaConfig(32, 64, 3, shared_head=shared, draft_vocab_size=3)
+        drafter = Medusa(MedusaHeads.random(config, d2t=offsets(WORDS)), chain_tree(2))
+        save_drafter(tmp_path / str(shared), drafter, deep)
+        tensors = saved(tmp_path / str(shared))[1]
+        np.testing.assert_array_equal(tensors["d2t"], [3, 6, 9])
+        assert ("0.1.weight" in tensors) == (not shared)
+        assert shared or tensors["0.1.weight"].shape == (3, 32)
+        same(drafter, load_drafter(tmp_path / str(shared), deep))
+    save_drafter(tmp_path / "official", drafter, deep, format="medusa")
+    tensors = saved(tmp_path / "official")[1]
+    assert tensors["0.1.weight"].shape == (64, 32)
+    assert "d2t" not in tensors
+    assert load_drafter(tmp_path / "official", deep).heads.config == MedusaConfig(32, 64, 3, shared_head=True)
+
+
 def test_draft_model(deep: specjax.Target, tmp_path: Path) -> None:
     drafter = specjax.DraftModel(testing.tiny_model("qwen3", seed=3), num_draft_tokens=2, sample=False)
     save_drafter(tmp_path, drafter, deep, training={"recipe": "none"})
@@ -336,8 +351,8 @@ def test_small_decoder(deep: specjax.Target, tmp_path: Path) -> None:
     again = load_drafter(tmp_path / "whole", deep)
     assert again.num_draft_tokens == 3
     tokens, mask = jnp.array([[5, 9, 2]]), jnp.tril(jnp.ones((1, 3, 3), bool))
-    scores = [m.logits(m(tokens, jnp.arange(3)[None], mask).hidden) for m in (whole.over(deep.model), again.model)]
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
+    logits = jax.jit(lambda model: model.logits(model(tokens, jnp.arange(3)[None], mask).hidden))
+    np.testing.assert_allclose(logits(whole.over(deep.model)), logits(again.model), atol=1e-5)
 
 
 def test_dtypes(deep: specjax.Target, tmp_path: Path) -> None:
@@ -352,6 +367,8 @@ def test_dtypes(deep: specjax.Target, tmp_path: Path) -> None:
     rounded = np.asarray(network.fc[...]).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(loaded.fc[...], rounded)
     assert load_drafter(tmp_path, deep, dtype="bfloat16").network.dtype == jnp.bfloat16
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    assert load_drafter(tmp_path, deep, mesh=mesh).network.fc[...].sharding.mesh == mesh
     network = Eagle3Network.random(network.config, dtype=jnp.bfloat16, d2t=offsets(WORDS))
     save_drafter(tmp_path, Eagle(network), deep)  # None: its own
     assert saved(tmp_path)[1]["fc.weight"].dtype == ml_dtypes.bfloat16
@@ -466,6 +483,7 @@ def test_section_and_card(deep: specjax.Target, tmp_path: Path) -> None:
         f"vllm serve owner/model --speculative-config '{settings}'",
         "--model-path owner/model --speculative-algorithm EAGLE3 --speculative-draft-model-path THIS_DIRECTORY "
         "--speculative-num-steps 4 --speculative-eagle-topk 3 --speculative-num-draft-tokens 12",
+        "target = specjax.load('owner/deep')",
         "| draft vocabulary | 3 of 64 tokens |",
         "| feature layers | 2, 4, 5 |",
         "| | tokens per call | acceptance |",
@@ -532,9 +550,9 @@ def test_failed_save_leaves_the_old_drafter(deep: specjax.Target, tmp_path: Path
 
 
 def test_scaled_embeddings(tmp_path: Path) -> None:
-    """Gemma scales its embeddings and engines hand them out unscaled, so the files have a scaled copy; it is not read."""
+    """Gemma scales its embeddings, engines hand them out unscaled: the files have a scaled copy, which is not read."""
     target = testing.tiny_target(testing.tiny_model("gemma3"))
-    config = replace(Eagle3Config.of(target.model.config, 64, feature_layers=(0, 1, 2)))
+    config = Eagle3Config.of(target.model.config, 64, feature_layers=(0, 1, 2))
     config = replace(config, layer=replace(config.layer, activation="silu"))
     drafter = Eagle(Eagle3Network.random(config))
     save_drafter(tmp_path, drafter, target)

@@ -1,31 +1,50 @@
 """Drafters by name on the command line."""
 
+from pathlib import Path
+
 import pytest
 from common.drafters import parse_drafter, parse_drafters
 
 import specjax
-from specjax import InputError
+from specjax import InputError, testing
+from specjax.drafters.eagle import Eagle
+from specjax.drafters.eagle_config import EagleConfig
+from specjax.drafters.eagle_networks import EagleNetwork
+from specjax.drafters.growing import GrownTree
+from specjax.trees import chain_tree
 
 
 def test_names_and_settings():
-    assert parse_drafter("plain").drafter == specjax.Plain()
-    assert parse_drafter("prompt-lookup").drafter == specjax.PromptLookup()
-    named = parse_drafter("prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64")
+    target = testing.tiny_target(testing.TableModel.random())
+    assert parse_drafter("plain").make(target).drafter == specjax.Plain()
+    assert parse_drafter("prompt-lookup").make(target).drafter == specjax.PromptLookup()
+    named = parse_drafter("prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64").make(target)
     assert named.drafter == specjax.PromptLookup(5, max_ngram=3, min_ngram=1, window=64)
     assert (named.num_draft_tokens, named.kind) == (5, "prompt-lookup")
     assert named.label == "prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64"
 
 
-def test_a_draft_model_is_loaded_from_its_path(loaded: specjax.Target):
-    drafter = parse_drafter("draft-model:some/where:else,k=3,sample=false").drafter
-    assert isinstance(drafter, specjax.DraftModel)
-    assert (drafter.num_draft_tokens, drafter.sample, drafter.model is loaded.model) == (3, False, True)
+def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
+    """A path may have colons; the name says what is expected there, settings replace the stored ones."""
+    target = testing.tiny_target(testing.tiny_model(vocab_size=12))
+    path = tmp_path / "some:where"
+    network = EagleNetwork.random(EagleConfig.of(target.model.config))
+    specjax.save_drafter(path, Eagle(network, chain_tree(2)), target)
+    named = parse_drafter(f"eagle:{path}").make(target)
+    assert (named.kind, named.drafter.name, named.num_draft_tokens) == ("eagle", "eagle1", 2)
+    assert parse_drafter(f"eagle:{path},k=3,sample=false").make(target).drafter.sample is False
+    grown = parse_drafter(f"eagle:{path},depth=3,top_k=4,total=9").make(target)
+    assert (grown.drafter.tree, grown.num_draft_tokens) == (GrownTree(3, 4, 9), 8)
+    with pytest.raises(InputError, match=r"medusa:.* that is another kind of drafter, eagle1"):
+        parse_drafter(f"medusa:{path}").make(target)
+    with pytest.raises(InputError, match="k is a chain's length; depth are a grown tree's"):
+        parse_drafter(f"eagle:{path},k=3,depth=2").make(target)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eagle:k=3", "unknown drafter 'eagle': expected one of plain, prompt-lookup, draft-model"),
+        ("egale:k=3", "unknown drafter 'egale': expected one of plain, prompt-lookup, draft-model, medusa, eagle"),
         ("prompt-lookup:n=3", "unknown setting 'n'; prompt-lookup has k, max_ngram, min_ngram, window"),
         ("prompt-lookup:k=-1", "k is '-1'; expected a whole number of at least 1"),
         ("prompt-lookup:k=2.5", "k is '2.5'; expected a whole number"),
@@ -42,7 +61,7 @@ def test_a_draft_model_is_loaded_from_its_path(loaded: specjax.Target):
 )
 def test_what_cannot_be_read_is_named_in_one_line(text: str, message: str):
     with pytest.raises(InputError) as error:
-        parse_drafter(text)
+        parse_drafter(text).make(testing.tiny_target(testing.TableModel.random()))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

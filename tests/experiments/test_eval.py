@@ -109,7 +109,8 @@ def test_a_sampled_run_is_not_compared_and_does_not_depend_on_the_batch(evaluate
     assert texts(batched) == texts(results)
 
 
-def test_a_draft_model_of_the_same_weights_is_always_accepted(evaluated: Any):
+def test_a_draft_model_of_the_same_weights_is_always_accepted(evaluated: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(specjax, "load_drafter", lambda path, target, dtype, **k: specjax.DraftModel(target, **k))
     results, _ = evaluated(ONE_TURN[:2], "--drafters", "draft-model:anything,k=3")
     drafted = [row for row in results["runs"] if row["drafter"] != "plain"]
     assert {row["acceptance_rate"] for row in drafted} == {1.0}
@@ -126,16 +127,7 @@ def test_trace_prints_every_round(evaluated: Any):
 def test_another_text_than_plain_decodings_is_a_fault(
     loaded: specjax.Target, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    right = specjax.generate
-
-    def wrong(*args: Any, drafter: Any, **kwargs: Any) -> specjax.Generation:
-        g = right(*args, drafter=drafter, **kwargs)
-        if drafter.name == "plain":
-            return g
-        ids = g.token_ids[0]
-        return dataclasses.replace(g, token_ids=[[*ids[:2], (ids[2] + 1) % 64, *ids[3:]]])
-
-    monkeypatch.setattr(specjax, "generate", wrong)
+    monkeypatch.setattr(specjax, "generate", wrong_where_drafted(specjax.generate))
     file = write(tmp_path / "p.jsonl", ONE_TURN[:1])
     code, out, err = command(
         script.main, "--prompts", file, "--max-new-tokens", 24, "--output", tmp_path / "o", *LOOKUP
@@ -148,9 +140,45 @@ def test_another_text_than_plain_decodings_is_a_fault(
     assert (row["matches_plain"], row["faults"]) == (False, 1)
 
 
+def test_a_lossy_law_says_so_everywhere(evaluated: Any, monkeypatch: pytest.MonkeyPatch):
+    results, out = evaluated(ONE_TURN[:2], "--law", "typical", "--temperature", 0.9)
+    plain, lookup = results["totals"]
+    assert (plain["law"], plain["lossless"]) == ("rejection", True)
+    assert (lookup["law"], lookup["lossless"]) == ("typical", False)
+    assert [o["lossless"] for p in results["prompts"] for o in p["outputs"]] == [True, False] * 2
+    assert "law typical (epsilon 0.09, alpha 0.3; LOSSY)" in " ".join(out.split())
+    assert [line.rstrip().endswith("LOSSY") for line in out.splitlines() if f" {LOOKUP[1]} " in line][:3] == [True] * 3
+
+    # a greedy text that is another one is reported, and no fault
+    results, out = evaluated(ONE_TURN[:1], "--law", "typical")
+    assert results["totals"][1]["matches_plain"] is True
+    assert "LOSSY, =" in out
+    monkeypatch.setattr(specjax, "generate", wrong_where_drafted(specjax.generate))
+    results, out = evaluated(ONE_TURN[:1], "--law", "typical")
+    row = results["totals"][1]
+    assert (row["matches_plain"], row["faults"], row["other_texts"]) == (False, 0, 1)
+    assert "LOSSY, 1 others, ~0 near-ties" in out
+    assert "another text at new token 3" in out
+    assert "FAULT at" not in out
+
+
+def wrong_where_drafted(right: Callable[..., specjax.Generation]) -> Callable[..., specjax.Generation]:
+    """`generate`, but the third token of a drafted text is another one."""
+
+    def wrong(*args: Any, drafter: Any, **kwargs: Any) -> specjax.Generation:
+        g = right(*args, drafter=drafter, **kwargs)
+        if drafter.name == "plain":
+            return g
+        ids = g.token_ids[0]
+        return dataclasses.replace(g, token_ids=[[*ids[:2], (ids[2] + 1) % 64, *ids[3:]]])
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--law", "greedy", "--temperature", "0.5"], "the greedy law needs temperature 0"),
         (["--drafters", "unknown"], "unknown drafter 'unknown': expected one of plain"),
         (["--drafters", "prompt-lookup:k=-1"], "k is '-1'; expected a whole number of at least 1"),
         (["--temperature", "-1"], "temperature"),

@@ -1,5 +1,7 @@
 """Numbers of a results row, by hand from fixed counts."""
 
+from dataclasses import replace
+
 import pytest
 from common.drafters import Named, parse_drafter
 from common.evaluation import Call, make_units
@@ -8,9 +10,11 @@ from common.prompts import Conversation
 from common.summary import find_forks, speedup, speedup_interval, summarize
 
 import specjax
-from specjax import Generation, Stats
+from specjax import Generation, Stats, testing
+from specjax.laws import LAWS, Law
 
-PLAIN, LOOKUP = parse_drafter("plain"), parse_drafter("prompt-lookup:k=3")
+TARGET = testing.tiny_target(testing.TableModel.random())
+PLAIN, LOOKUP = (parse_drafter(text).make(TARGET) for text in ("plain", "prompt-lookup:k=3"))
 CONVERSATIONS = [Conversation(i, "a" if i < 3 else "b", i, ("hello",)) for i in range(5)]
 
 # Three rounds of one row, k = 3: proposed 3, accepted 3; proposed 3, accepted 1, the second rejected; nothing proposed.
@@ -26,8 +30,16 @@ COUNTS = Stats(
 )
 
 
-def call(drafter: Named, unit: int, seconds: list[float], stats: Stats, ids: list[int] | None = None) -> Call:
+def call(
+    drafter: Named,
+    unit: int,
+    seconds: list[float],
+    stats: Stats,
+    ids: list[int] | None = None,
+    law: Law = LAWS["greedy"],
+) -> Call:
     generation = Generation(
+        law=law,
         prompt_ids=[[1]],
         token_ids=[ids or list(range(stats.new_tokens))],
         texts=[""],
@@ -54,7 +66,7 @@ def test_a_row_by_hand():
         call(PLAIN, 1, [1.0], plain_stats(3)),
         call(LOOKUP, 1, [1.0], Stats(3, 3)),
     ]
-    plain, lookup = summarize(calls, "a", {}, {"plain": None, LOOKUP.label: 0.01}, "greedy", 0.0)
+    plain, lookup = summarize(calls, "a", {}, {"plain": None, LOOKUP.label: 0.01}, 0.0)
     assert (plain["drafter"], plain["tokens_per_call"], plain["speedup"]) == ("plain", 1.0, 1.0)
     assert plain["acceptance_rate"] is None
     assert plain["tokens_per_second"] == pytest.approx(10 / 8)
@@ -81,17 +93,17 @@ def test_a_row_by_hand():
 def test_every_promised_field_is_there():
     calls = [call(PLAIN, 0, [1.0], plain_stats(7)), call(LOOKUP, 0, [1.0], COUNTS)]
     promised = (
-        "task drafter law num_draft_tokens batch_size temperature new_tokens target_calls tokens_per_call "
+        "task drafter law lossless num_draft_tokens batch_size temperature new_tokens target_calls tokens_per_call "
         "acceptance_rate alpha acceptance_by_position draft_cost prefill_seconds seconds tokens_per_second speedup "
         "speedup_interval matches_plain"
     )
-    for row in summarize(calls, "a", {}, {"plain": None, LOOKUP.label: None}, "greedy", 0.0):
+    for row in summarize(calls, "a", {}, {"plain": None, LOOKUP.label: None}, 0.0):
         assert set(promised.split()) <= set(row)
 
 
 def test_sampled_texts_are_not_compared():
     calls = [call(PLAIN, 0, [1.0], plain_stats(7)), call(LOOKUP, 0, [1.0], COUNTS)]
-    rows = summarize(calls, "a", {}, {"plain": None, LOOKUP.label: None}, "rejection", 0.8)
+    rows = summarize(calls, "a", {}, {"plain": None, LOOKUP.label: None}, 0.8)
     assert [row["matches_plain"] for row in rows] == [None, None]
 
 
@@ -110,8 +122,15 @@ def test_forks_are_counted_as_near_ties_or_faults():
         return None if plain == other else Fork(0, plain[0], other[0], gap, gap, 1e-4)
 
     forks = find_forks(calls, examine)
-    _, row = summarize(calls, "a", forks, {"plain": None, LOOKUP.label: None}, "greedy", 0.0)
-    assert (row["matches_plain"], row["near_ties"], row["faults"]) == (False, 1, 1)
+    _, row = summarize(calls, "a", forks, {"plain": None, LOOKUP.label: None}, 0.0)
+    assert (row["matches_plain"], row["near_ties"], row["faults"], row["other_texts"]) == (False, 1, 1, 0)
+    laws = {PLAIN.label: LAWS["greedy"], LOOKUP.label: specjax.Typical()}
+    calls = [replace(c, generation=replace(c.generation, law=laws[c.drafter.label])) for c in calls]
+    plain, row = summarize(calls, "a", forks, {"plain": None, LOOKUP.label: None}, 0.0)
+    assert (row["matches_plain"], row["near_ties"], row["faults"], row["other_texts"]) == (False, 1, 0, 1)
+    assert (plain["law"], plain["lossless"], plain["law_settings"]) == ("greedy", True, {})
+    assert (row["law"], row["lossless"]) == ("typical", False)
+    assert row["law_settings"] == {"epsilon": 0.09, "alpha": 0.3}
 
 
 def test_the_interval_holds_the_ratio_and_is_narrow_where_all_agree():

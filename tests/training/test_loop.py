@@ -1,6 +1,8 @@
 """The loop: what a step computes, what is reported, kept and refused."""
 
+import gc
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from toy import LENGTH, Toy, toy_network, toy_rows, toy_run
 
 from specjax import testing
@@ -26,9 +29,24 @@ from specjax.training.rendering import Rendered
 from specjax.training.state import make_state, take_apart
 from specjax.training.step import make_step, micro_batches
 
+CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
 
 def same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Most runs here have the same program; it is compiled once."""
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    for name, value in zip(CACHE, (str(tmp_path_factory.mktemp("programs")), 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in zip(CACHE, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +59,13 @@ def trained(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of twenty steps, evaluated at every fifth; its directory and outcome."""
     directory = tmp_path_factory.mktemp("run")
     scores = iter([1.5, 2.5, 2.0, 1.0])
-    outcome = toy_run(directory, target=target, evaluate=lambda _: {"tokens_per_call": next(scores)}, evaluate_every=5)
+    outcome = toy_run(
+        directory,
+        target=target,
+        evaluate=lambda _: {"tokens_per_call": next(scores)},
+        evaluate_every=5,
+        schedule="cosine",
+    )
     return directory, outcome
 
 
@@ -80,7 +104,7 @@ def test_the_best_and_the_last_are_kept(trained: Any) -> None:
 def test_a_finished_run_is_left_alone(trained: Any, target: Any) -> None:
     directory, outcome = trained
     before = (directory / journal.FILE).read_text()
-    again = toy_run(directory, target=target, network=toy_network(5), evaluate=lambda _: {}, evaluate_every=5)
+    again = toy_run(directory, target=target, network=toy_network(5), evaluate=lambda _: {}, schedule="cosine")
     assert again.step == 20
     assert same(again.network, outcome.network)
     assert (directory / journal.FILE).read_text() == before
@@ -100,7 +124,7 @@ def test_a_finished_run_is_left_alone(trained: Any, target: Any) -> None:
 )
 def test_another_configuration_is_refused(trained: Any, target: Any, changes: dict[str, Any], part: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(part)) as caught:
-        toy_run(trained[0], **{"target": target, **changes})
+        toy_run(trained[0], **{"target": target, "schedule": "cosine", **changes})
     assert "\n" not in str(caught.value)
 
 
@@ -109,7 +133,7 @@ def one_step(target: Any, batch: Any, accumulation: int, dtype: str = "float32",
     skeleton, params, buffers = take_apart(toy_network())
     optimizer = optax.identity()
     state = make_state(params, buffers, optimizer, 0)
-    step = make_step(Toy(), skeleton, target.model, optimizer, lambda _: 1.0, dtype, None, state, {})
+    step = make_step(Toy(), skeleton, target.model, optimizer, lambda _: 1.0, dtype, state)
     after, figures = step(state, *micro_batches((batch, features), accumulation))
     assert {x.dtype for x in after.params.values()} == {jnp.dtype("float32")}
     return jax.device_get(figures), jax.tree.map(lambda a, b: np.asarray(a - b), params, after.params)
@@ -136,15 +160,11 @@ def test_the_gradient_is_that_of_the_mean_over_all_supervised_tokens(target: Any
 
     features = jax.device_get(jax.jit(lambda model: online(model, batch, ("hidden",)))(target.model))
     loss, wanted = mean(params, features)
-    for accumulation in (1, 2, 8):
+    for accumulation in (1, 8):
         figures, found = one_step(target, batch, accumulation, features=features)
         assert float(figures["loss"]) == pytest.approx(float(loss), rel=1e-5)
         assert float(figures["gradient_norm"]) == pytest.approx(float(optax.tree.norm(wanted)), rel=1e-4)
         assert close(found, wanted)
-    # features computed in the step are those read from elsewhere, and a loss in bfloat16 is about the same one
-    computed, found = one_step(target, batch, 2)
-    assert float(computed["loss"]) == pytest.approx(float(loss), rel=1e-5)
-    assert close(found, wanted)
     half, found = one_step(target, batch, 2, "bfloat16", features)
     assert float(half["loss"]) == pytest.approx(float(loss), rel=1e-2)
     assert not np.array_equal(found["head"], wanted["head"])
@@ -265,8 +285,8 @@ def test_buffers_are_the_checkpoint_s(target: Any, tmp_path: Path) -> None:
         return plain
 
     first, second = np.full(48, 5), np.full(48, 16)
-    toy_run(tmp_path, target=target, network=network(first), steps=2, schedule="constant", objective=Small())
-    outcome = toy_run(tmp_path, target=target, network=network(second), steps=4, schedule="constant", objective=Small())
+    toy_run(tmp_path, target=target, network=network(first), steps=2, objective=Small())
+    outcome = toy_run(tmp_path, target=target, network=network(second), steps=4, objective=Small())
     assert np.array_equal(outcome.network.d2t[...], first)
     assert np.array_equal(load_weights(tmp_path, network(second)).d2t[...], first)
     assert [row["step"] for row in journal.read(tmp_path)] == [1, 2, 3, 4]
@@ -331,6 +351,8 @@ def test_a_damaged_checkpoint(target: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoints/1: this checkpoint cannot be read \(") as caught:
         toy_run(tmp_path, target=target, steps=1)
     assert "\n" not in str(caught.value)
+    del caught
+    gc.collect()
 
 
 def test_a_directory_that_cannot_be_made(target: Any, tmp_path: Path) -> None:
@@ -343,3 +365,13 @@ def test_what_the_bar_says() -> None:
     figures = {"loss": 1.23456, "accuracy.10": 0.1, "accuracy.2": 0.5, "accuracy.1": 0.756, "loss.feature": 3.0}
     assert line(figures) == "loss 1.2346 · accuracy 76/50/10%"
     assert line({"loss": 2.0}) == "loss 2.0000"
+
+
+def test_one_process_at_a_time(target: Any, tmp_path: Path) -> None:
+    with (
+        Checkpoints(tmp_path),
+        pytest.raises(CheckpointError, match="another process is training there"),
+    ):
+        toy_run(tmp_path, target=target)
+    with Checkpoints(tmp_path) as free:
+        assert free.steps == []

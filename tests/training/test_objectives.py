@@ -116,7 +116,7 @@ def test_eagle3_is_its_formula() -> None:
     for u in range(len(text) - supervised, len(text)):
         for s, output in enumerate(outputs):
             t = u - 2 - s
-            if t >= 0:
+            if t >= len(text) - supervised - 2:
                 q = law(network.logits(output, MODEL))[0, t]
                 right[s, t] = text[u] == WORDS[q.argmax()]
                 if text[u] in WORDS:
@@ -159,7 +159,7 @@ def test_medusa_is_its_formula(soft: bool) -> None:
     expected = 0.0
     for u in range(len(text) - supervised, len(text)):
         for i in range(3):
-            if u - 2 - i >= 0 and text[u] in WORDS:
+            if u - 2 - i >= len(text) - supervised - 2 and text[u] in WORDS:
                 wanted = p[u - 1] if soft else np.array(WORDS) == text[u]
                 expected += 0.8 ** (i + 1) * -(wanted * np.log(q[u - 2 - i, i])).sum()
     np.testing.assert_allclose(losses(MedusaObjective(soft=soft), network, batch).total, expected, rtol=1e-5)

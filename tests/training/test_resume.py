@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,33 @@ from specjax.training import journal
 
 TOY = Path(__file__).parent / "toy.py"
 KILLED, STOPPED = -9, 10
-CHANGES = {"accumulation": 2}
+CHANGES = {"accumulation": 2, "schedule": "cosine"}
 
 
-def runs(plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What became of runs, each in a process of its own."""
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(TOY), json.dumps(plan)],
-        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert 1 not in [run["code"] for run in found], done.stderr
-    return found
+Runs = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """`runs(plan)`: what became of runs, each in a process of its own."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "JAX_PLATFORMS": "cpu",
+        # all of them run the same program
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def run(plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        command = [sys.executable, "-W", "ignore", str(TOY), json.dumps(plan)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert 1 not in [run["code"] for run in found], done.stderr
+        return found
+
+    return run
 
 
 def checkpoint(directory: Path, step: int) -> dict[str, np.ndarray]:
@@ -56,14 +67,14 @@ def same(a: Path, b: Path, step: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty steps that nothing came in between of."""
     directory = tmp_path_factory.mktemp("whole")
     assert runs([{"directory": str(directory), "changes": CHANGES}]) == [{"code": 0, "left": ["20"]}]
     return directory
 
 
-def test_killed_and_stopped_runs_end_alike(whole: Path, tmp_path: Path) -> None:
+def test_killed_and_stopped_runs_end_alike(runs: Runs, whole: Path, tmp_path: Path) -> None:
     """Killed at a random step, killed in the middle of a save, stopped by SIGTERM, then left to finish."""
     broken = tmp_path / "broken"
     at = random.randrange(2, 10)
@@ -77,7 +88,7 @@ def test_killed_and_stopped_runs_end_alike(whole: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in journal.read(broken)] == list(range(1, 21))
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_checkpoint_before(runs: Runs, whole: Path, tmp_path: Path) -> None:
     full = tmp_path / "full"
     ways = [(7, "full"), (0, "")]
     found = runs([{"directory": str(full), "step": step, "how": how, "changes": CHANGES} for step, how in ways])
@@ -91,7 +102,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(whole: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_many_kills(tmp_path: Path) -> None:
+def test_many_kills(runs: Runs, tmp_path: Path) -> None:
     """At random steps, in and out of saves, with a checkpoint at almost every one."""
     seed = random.randrange(2**32)
     draw = random.Random(seed)

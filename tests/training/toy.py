@@ -80,7 +80,7 @@ def toy_run(directory: Any, **changes: Any) -> Outcome:
     run = {"steps": 20, "batch_size": 8, "save_every": 5} | {
         k: v for k, v in changes.items() if k in Run.__annotations__
     }
-    how = {"learning_rate": 1e-2} | {k: v for k, v in changes.items() if k in Optimization.__annotations__}
+    how = {"learning_rate": 1e-2, "schedule": "constant"} | {k: v for k, v in changes.items() if k in Optimization.__annotations__}
     rest = {k: v for k, v in changes.items() if k not in {**Run.__annotations__, **Optimization.__annotations__}}
     rows, network = rest.pop("rows", None) or toy_rows(), rest.pop("network", None) or toy_network()
     target, objective = rest.pop("target", None) or testing.tiny_target(), rest.pop("objective", None) or Toy()

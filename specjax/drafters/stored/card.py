@@ -42,7 +42,13 @@ def model_card(
         "It guesses tokens that the target checks in one pass: text comes faster, and stays the target's own. Trained "
         "with specjax."
     )
-    parts = [front + title, text, _facts(drafter, section, tensors, form), "## Use", _use(of)]
+    parts = [
+        front + title,
+        text,
+        _facts(drafter, section, tensors, form),
+        "## Use",
+        _use(section["target"]["name"] or of),
+    ]
     parts += [_engine(drafter, target, form, engine, base_model) for engine in ENGINES]
     if kind_of(drafter) == "medusa":
         parts.append(_medusa(form, section))
@@ -84,7 +90,9 @@ def _engine(drafter: Drafter, target: ModelConfig | None, form: str, engine: str
 def _medusa(form: str, section: Mapping[str, Any]) -> str:
     text = "Text Generation Inference and TensorRT-LLM read Medusa's official form"
     if form == "specjax" and section["shared_head"]:
-        return f"{text}, with a head of its own for each token: specjax.save_drafter(…, format='medusa') writes it."
+        return f"{text}, with copies of the target's head: specjax.save_drafter(…, format='medusa') writes it."
+    if section["draft_vocab_size"] is not None:
+        return f"{text}, which has no draft vocabularies."
     return f"{text}, which these files have."
 
 

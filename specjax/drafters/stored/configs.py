@@ -111,13 +111,15 @@ def eagle3_config(
 
 
 def medusa_config(keys: Keys, own: Keys | None, target: ModelConfig) -> MedusaConfig:
-    """Width and vocabulary are the target's."""
+    """Width and vocabulary are the target's; a draft vocabulary is known to our own form only."""
+    reduced = own is not None and own.get("draft_vocab_size") is not None
     return MedusaConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_heads=keys.integer("medusa_num_heads"),
         num_layers=keys.integer("medusa_num_layers"),
         shared_head=own is not None and own.flag("shared_head"),
+        draft_vocab_size=own.integer("draft_vocab_size") if own is not None and reduced else None,
     )
 
 

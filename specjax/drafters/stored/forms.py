@@ -171,8 +171,17 @@ def _medusa(drafter: Any, asked: Asked) -> Form:
     heads: MedusaHeads = drafter.heads
     config, target = heads.config, asked.target.model
     asked.fits(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    dtype = asked.stored(heads.linear[...].dtype)
+    dtype, draft = asked.stored(heads.linear[...].dtype), config.draft_vocab_size
     tensors = layout.to_tensors(layout.medusa(config), heads, dtype)
+    if draft is not None and asked.format == "medusa":
+        if not config.shared_head:
+            raise InputError(
+                f"format 'medusa': its heads score every token, and these know {draft} of them; save them with "
+                "format='specjax'"
+            )
+        draft = None  # the target's whole head is what engines will read
+    if draft is not None:
+        tensors |= layout.vocabulary_tensors(heads)
     if config.shared_head and asked.format == "medusa":
         head = np.asarray(target.embed[...] if target.config.tie_embeddings else target.head[...]).astype(dtype)
         tensors |= {name: head.copy() for name in layout.medusa_head(config).sources}
@@ -182,7 +191,11 @@ def _medusa(drafter: Any, asked: Asked) -> Form:
         "base_model_name_or_path": asked.base_model,
         "version": "2",
     }
-    section = {"features": "hidden: after the target's final norm", "shared_head": config.shared_head}
+    section = {
+        "features": "hidden: after the target's final norm",
+        "shared_head": config.shared_head,
+        "draft_vocab_size": draft,
+    }
     return Form(raw, tensors, section, layout.MEDUSA_WEIGHTS)
 
 

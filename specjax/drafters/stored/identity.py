@@ -73,7 +73,8 @@ def check_target(stored: Mapping[str, Any], target: Target, source: Path, strict
             f"{source}: this drafter was made for {name!r} with weights {stored['fingerprint']}, and {target.name!r} "
             f"has weights {found}; load that target, or say strict=False to draft for another one all the same"
         )
-    if tokenizer is not None and stored.get("chat_template") != tokenizer.template_hash:
+    known = stored.get("vocabulary") is not None  # the target had a tokenizer when the drafter was saved
+    if known and tokenizer is not None and stored.get("chat_template") != tokenizer.template_hash:
         warnings.warn(
             f"{source}: this drafter was trained with the chat template {stored.get('chat_template')}, and that of "
             f"{target.name!r} is {tokenizer.template_hash}: it has not seen such texts, and less may be accepted",

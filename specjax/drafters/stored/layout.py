@@ -80,8 +80,8 @@ def medusa(config: MedusaConfig) -> Table:
 
 
 def medusa_head(config: MedusaConfig) -> Recipe:
-    """The maps to the vocabulary, `[H, V, M]`."""
-    shape = (config.num_heads, config.vocab_size, config.hidden_size)
+    """The maps to the vocabulary, `[H, Vd, M]`."""
+    shape = (config.num_heads, config.draft_vocab_size or config.vocab_size, config.hidden_size)
     sources = {f"{i}.{config.num_layers}.weight": shape[1:] for i in range(config.num_heads)}
     return Recipe(sources, shape, np.stack, list)
 

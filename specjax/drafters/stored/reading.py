@@ -98,11 +98,16 @@ def read_medusa(source: Source) -> MedusaHeads:
     first, head = shapes.get("0.0.linear.weight", ()), shapes.get(f"0.{config.num_layers}.weight", ())
     if len(first) == 2 and first[0] == first[1]:
         source.fits(hidden_size=first[0])
-    if len(head) == 2 and head[1] == config.hidden_size:
+    draft = config.draft_vocab_size
+    if draft is None and len(head) == 2 and head[1] == config.hidden_size:
         source.fits(vocab_size=head[0])
-    copies = layout.shapes({"head": layout.medusa_head(config)})  # of the target's head, for engines that share none
-    source.tensors.check(layout.shapes(layout.medusa(config)), copies)
-    return source.build(MedusaHeads, config, layout.medusa(config))
+    required, optional = ({}, {}) if draft is None else _mapping(source.tensors, draft, config.vocab_size)
+    optional |= layout.shapes(
+        {"head": layout.medusa_head(config)}
+    )  # copies of a shared one, for engines that share none
+    source.tensors.check(required | layout.shapes(layout.medusa(config)), optional)
+    d2t = {} if draft is None else _d2t(source.tensors, draft, config.vocab_size)
+    return source.build(MedusaHeads, config, layout.medusa(config), **d2t)
 
 
 def read_small_decoder(source: Source) -> SmallDecoder:

@@ -49,8 +49,8 @@ def save_drafter(
         target: the model it was trained for.
         format: of EAGLE, "vllm" (the default; an EAGLE-3 head of the default layers is SGLang's too), "sglang", or for
             EAGLE-3 "speculators"; of Medusa, "specjax" (the default: the target's head is not copied) or "medusa", the
-            official form; of a `SmallDecoder`, "specjax" or "huggingface", a whole model; of other models
-            "huggingface".
+            official form, which knows no draft vocabulary; of a `SmallDecoder`, "specjax" (the default) or
+            "huggingface", a whole model; of other models "huggingface".
         dtype: of the tensors; None for the network's own.
         base_model: name of the target for engines, such as a Hub id; None for the target's own name.
         embeddings: copy the target's token embeddings into EAGLE's files, or not. None: where the form has them

@@ -1,0 +1,66 @@
+"""Trains Medusa heads.
+
+    python train/medusa.py                                       # on conversations that the target makes up
+    python train/medusa.py --data conversations.jsonl --output runs/medusa
+
+Started again with the same output directory it goes on where it was. In the end the drafter is in OUTPUT/drafter, with
+the static tree that accuracies over the held-out prompts make best.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from specjax.cli import run_command_line
+from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
+from specjax.training.medusa import MedusaObjective
+from specjax.training.optimizers import Optimization
+from specjax.training.session import Plan, Session, parse
+from specjax.trees import chain_tree
+
+FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
+
+
+@dataclass(frozen=True)
+class Settings(Plan):
+    """Train Medusa heads, and measure them by decoding."""
+
+    output: Path = Path("runs/medusa")
+    heads: int = 4
+    """Tokens guessed after the pending one."""
+    layers: int = 1
+    """Residual blocks of a head."""
+    own_head: bool = False
+    """A linear map to the vocabulary for each head, instead of the target's shared by all."""
+    draft_vocab_size: int = 8192
+    """Tokens that can be drafted: the most frequent ones of the training data."""
+    tree_nodes: int = 26
+    """Nodes of the drafter's tree."""
+    epochs: float = 2.0
+    """How often the data is gone through."""
+    optimization: Annotated[Optimization, tyro.conf.arg(name="")] = Optimization(learning_rate=1e-3, warmup=0.1)
+
+
+def main(settings: Settings) -> None:
+    session = Session.open(settings)
+    model = session.target.model
+    tokens = session.frequent_tokens(settings.draft_vocab_size)
+    config = MedusaConfig(
+        model.config.hidden_size,
+        model.vocab_size,
+        settings.heads,
+        settings.layers,
+        shared_head=not settings.own_head,
+        draft_vocab_size=len(tokens),
+    )
+    objective = MedusaObjective(capacity=session.capacity, tree=chain_tree(settings.heads))
+    network = MedusaHeads.start(config, model, tokens=tokens)
+    if (outcome := session.learn(objective, network)).finished:
+        tree = session.best_tree(objective, outcome.network, settings.heads, settings.tree_nodes)
+        session.save(Medusa(outcome.network, tree), outcome)
+
+
+if __name__ == "__main__":
+    run_command_line(lambda: main(parse(Settings, __doc__, FULL)))
