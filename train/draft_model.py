@@ -1,7 +1,7 @@
 """Distils a draft model: some of the target's own layers, trained to say what the target would say.
 
     python train/draft_model.py                                  # on conversations that the target makes up
-    python train/draft_model.py --data conversations.jsonl --layers 0 1 28 29 --output runs/draft
+    python train/draft_model.py --data conversations.jsonl --layers 0 29 --output runs/draft
 
 Started again with the same output directory it goes on where it was. In the end the drafter is in OUTPUT/drafter.
 """
@@ -27,7 +27,7 @@ class Settings(Plan):
     """Distil a draft model, and measure it by decoding."""
 
     output: Path = Path("runs/draft-model")
-    layers: tuple[int, ...] = (0, 1, 28, 29)
+    layers: tuple[int, ...] = (0, 14, 29)
     """Layers of the target that it starts from, by their numbers there."""
     draft_vocab_size: int | None = 8192
     """Tokens that can be drafted: the most frequent ones of the training data; None: all."""

@@ -16,6 +16,7 @@ import tyro
 from specjax.cli import run_command_line
 from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
 from specjax.training.medusa import MedusaObjective
+from specjax.training.medusa_joint import HeadsAndTarget, JointMedusaObjective
 from specjax.training.optimizers import Optimization
 from specjax.training.session import Plan, Session, parse
 from specjax.trees import chain_tree
@@ -36,6 +37,8 @@ class Settings(Plan):
     """A linear map to the vocabulary for each head, instead of the target's shared by all."""
     draft_vocab_size: int = 8192
     """Tokens that can be drafted: the most frequent ones of the training data."""
+    joint: bool = False
+    """Medusa-2: train the target too. It becomes another model, which is saved to OUTPUT/target."""
     tree_nodes: int = 26
     """Nodes of the drafter's tree."""
     epochs: float = 2.0
@@ -55,11 +58,18 @@ def main(settings: Settings) -> None:
         shared_head=not settings.own_head,
         draft_vocab_size=len(tokens),
     )
-    objective = MedusaObjective(capacity=session.capacity, tree=chain_tree(settings.heads))
-    network = MedusaHeads.start(config, model, tokens=tokens)
-    if (outcome := session.learn(objective, network)).finished:
-        tree = session.best_tree(objective, outcome.network, settings.heads, settings.tree_nodes)
-        session.save(Medusa(outcome.network, tree), outcome)
+    alone = MedusaObjective(capacity=session.capacity, tree=chain_tree(settings.heads))
+    heads = MedusaHeads.start(config, model, tokens=tokens)
+    if not settings.joint:
+        if (outcome := session.learn(alone, heads)).finished:
+            tree = session.best_tree(alone, outcome.network, settings.heads, settings.tree_nodes)
+            session.save(Medusa(outcome.network, tree), outcome)
+        return
+    joint = JointMedusaObjective(capacity=session.capacity, tree=alone.tree)
+    if (outcome := session.learn(joint, HeadsAndTarget(heads, model))).finished:
+        drafter, target = joint.decoding(outcome.network, session.target)
+        tree = session.best_tree(alone, drafter.heads, settings.heads, settings.tree_nodes, target)
+        session.save(Medusa(drafter.heads, tree), outcome, target)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ class HeldOut:
             answers += map(tuple, result.token_ids)
         return cls(target, tuple(ids), tuple(answers), max_new_tokens, batch_size)
 
+    def answered_by(self, target: Target) -> "HeldOut":
+        """The same prompts with another target's answers."""
+        return HeldOut.of(target, [list(p) for p in self.prompt_ids], self.max_new_tokens, self.batch_size)
+
     def decode(self, objective: Objective, network: nnx.Module) -> Stats:
         """What the engine counts with the current weights, greedily."""
         return self.decode_with(*objective.decoding(network, self.target))

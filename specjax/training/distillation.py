@@ -1,6 +1,8 @@
 """What a draft model is trained for: to say what its target would say."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import jax
@@ -66,6 +68,7 @@ class Distillation:
 
     name: ClassVar[str] = "draft-model"
     features: ClassVar[tuple[str, ...]] = ("hidden",)
+    rates: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         if self.divergence not in DIVERGENCES:

@@ -5,7 +5,9 @@ the token at t + 2 + s with the target's own law there. Only supervised tokens c
 predict it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -57,6 +59,7 @@ class Eagle3Objective:
     tree: StaticTree | GrownTree = chain_tree(5)
 
     name: ClassVar[str] = "eagle3"
+    rates: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -137,6 +140,7 @@ class EagleObjective:
 
     name: ClassVar[str] = "eagle1"
     features: ClassVar[tuple[str, ...]] = ("hidden",)
+    rates: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def losses(
         self,

@@ -1,6 +1,8 @@
 """What Medusa's heads are trained for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import jax
@@ -44,6 +46,7 @@ class MedusaObjective:
 
     name: ClassVar[str] = "medusa"
     features: ClassVar[tuple[str, ...]] = ("hidden",)
+    rates: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def losses(
         self,

@@ -109,7 +109,7 @@ def place_state(mesh: Mesh | None, state: Any, axes: Mapping[str, Axes]) -> Any:
 
     def place(path: Any, leaf: Any) -> Any:
         # the optimizer's arrays have their parameter's name at the end of their path, and its shape
-        name = getattr(path[-1], "key", None) if path else None
+        name = str(getattr(path[-1], "key", "")) if path else ""
         beside = name in params and jnp.shape(leaf) == state.params[name].shape
         return _put(leaf, params[name] if beside else NamedSharding(mesh, PartitionSpec()))
 

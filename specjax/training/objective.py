@@ -1,5 +1,6 @@
 """What is minimised: an objective turns a network, a batch and the target's features into a loss."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +44,11 @@ class Objective(Protocol):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the target's features that the loss reads; "hidden" gives its logits too."""
+        ...
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Learning rates over the run's, by how parameters' names begin; {} where all are the same."""
         ...
 
     def losses(

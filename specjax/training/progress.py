@@ -1,11 +1,14 @@
 """The progress bar of a training run."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from rich import progress as rich_progress
 from rich.console import Console
+
+WINDOW = 20  # steps that the speed is an average of
 
 
 class Progress:
@@ -26,7 +29,9 @@ class Progress:
             disable=not (show and self.console.is_terminal),
         )
         self._task = self._bar.add_task("", total=steps, completed=done, figures="")
-        self._since = time.monotonic()
+        self._tokens, self._first = 0.0, True
+        self._marks: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (when, tokens by then)
+        self.pause()
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -37,13 +42,19 @@ class Progress:
 
     def pause(self) -> None:
         """Begin to time anew: what happened since the last step was no training."""
-        self._since = time.monotonic()
+        self._marks.clear()
+        self._marks.append((time.monotonic(), self._tokens))
 
     def show(self, step: int, figures: Mapping[str, float]) -> float:
-        """Show a step's figures; returns supervised tokens per second since the step before."""
+        """Show a step's figures; returns supervised tokens per second over the last steps."""
         now = time.monotonic()
-        rate = float(figures["supervised"]) / max(now - self._since, 1e-9)
-        self._since = now
+        self._tokens += float(figures["supervised"])
+        since, before = self._marks[0]
+        rate = (self._tokens - before) / max(now - since, 1e-9)
+        self._marks.append((now, self._tokens))
+        if self._first:  # it was compiled
+            self.pause()
+            self._first = False
         self._bar.update(self._task, completed=step, figures=line(figures) + f" · {rate:,.0f} tokens/s")
         return rate
 

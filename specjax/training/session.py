@@ -21,6 +21,7 @@ from jaxtyping import Int
 from rich import progress as bars
 from rich.console import Console
 
+from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.medusa import best_tree
 from specjax.drafters.stored import load_drafter, save_drafter
 from specjax.errors import InputError, check_whole
@@ -187,7 +188,7 @@ class Session:
             mesh=p.mesh,
             compute_dtype=p.compute_dtype,
         )
-        features_of = self.stored(objective) if p.features == "stored" else None
+        features_of = self.stored(objective) if p.features == "stored" and objective.features else None
         before = self.evaluate(objective, network)["tokens_per_call"]
         self.console.print(f"tokens per call before training: {before:.3f}; {self.steps} steps")
         outcome = train(
@@ -207,16 +208,33 @@ class Session:
             self.console.print(f"tokens per call after training: {after:.3f} (before: {before:.3f})")
         return outcome
 
-    def best_tree(self, objective: Any, network: nnx.Module, depth: int, num_nodes: int, ranks: int = 10) -> StaticTree:
-        """The static tree of `num_nodes` nodes that accuracies over the held-out prompts make best."""
-        accuracies = self.held_out.rank_accuracies(objective, network, depth, ranks)
+    def best_tree(
+        self, objective: Any, network: Any, depth: int, num_nodes: int, target: Target | None = None, ranks: int = 10
+    ) -> StaticTree:
+        """The static tree of `num_nodes` nodes that accuracies over the held-out prompts make best.
+
+        Args:
+            target: if training changed it.
+        """
+        held_out = self.held_out if target is None else self.held_out.answered_by(target)
+        accuracies = held_out.rank_accuracies(objective, network, depth, ranks)
         return best_tree(accuracies.tolist(), num_nodes)
 
-    def save(self, drafter: Any, outcome: Outcome, dtype: str | None = None) -> None:
+    def save(self, drafter: Any, outcome: Outcome, target: Target | None = None, dtype: str | None = None) -> None:
         """Write the drafter to OUTPUT/drafter, with what it was trained on; say what it gives there.
 
         The figures are those of what was written, read again: rounded, and with its own tree.
+
+        Args:
+            target: the one that was trained with it, if it was; it is written to OUTPUT/target.
+            dtype: of the drafter's file; None for float32.
         """
+        if target is not None:
+            save_drafter(self.plan.output / "target", DraftModel(target), target, format="huggingface")
+            self.console.print(
+                f"{self.plan.output / 'target'}: the target as it was trained; the drafter is for this one"
+            )
+        target = target or self.target
         p, folder = self.plan, self.plan.output / "drafter"
         training: dict[str, Any] = {
             "settings": json.loads(json.dumps(asdict(p), default=str)),
@@ -225,15 +243,15 @@ class Session:
             "steps": outcome.step,
             "supervised_tokens_seen": round(outcome.step / steps_per_epoch(self.rows, p.batch_size) * self.supervised),
         }
-        save_drafter(folder, drafter, self.target, dtype=dtype, training=training)
-        stats = self.held_out.decode_with(load_drafter(folder, self.target), self.target)
+        save_drafter(folder, drafter, target, dtype=dtype, training=training)
+        stats = self.held_out.decode_with(load_drafter(folder, target), target)
         training["figures"] = {
             "held-out prompts": len(self.prompts),
             "new tokens": stats.new_tokens,
             "tokens per call": stats.tokens_per_call,
             "acceptance rate": stats.acceptance_rate,
         }
-        save_drafter(folder, drafter, self.target, dtype=dtype, training=training)
+        save_drafter(folder, drafter, target, dtype=dtype, training=training)
         self.console.print(f"{folder}: {stats.tokens_per_call:.3f} tokens per call on held-out prompts")
 
     @property

@@ -1,6 +1,6 @@
 """One optimizer step as one compiled program: micro-batches one after the other, one division, one update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ def make_step(
     leaves, tree = jax.tree.flatten(model)  # an nnx module costs milliseconds a call, a list does not
 
     gather_model, gather = gathering(leaves), gathering(state.params)
+    factors = {name: _factor(name, objective.rates) for name in state.params}
 
     def step(state: TrainState, leaves: Any, batch: Batch, given: Any) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.key, state.step)
@@ -69,6 +70,7 @@ def make_step(
         applied = (losses.count > 0) & jnp.isfinite(losses.total) & jnp.isfinite(norm)
         rate = jnp.asarray(schedule(state.step), jnp.float32)
         direction, moments = optimizer.update(gradients, state.optimizer, state.params)
+        direction = {name: value * factors[name] for name, value in direction.items()}
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(applied, new, old),
             (descend(state.params, direction, rate), moments),
@@ -87,6 +89,10 @@ def make_step(
     places = jax.tree.map(lambda x: x.sharding, state)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, places.step))
     return lambda state, batch, features: compiled(state, leaves, batch, features)
+
+
+def _factor(name: str, rates: Mapping[str, float]) -> float:
+    return next((rate for beginning, rate in rates.items() if name.startswith(beginning)), 1.0)
 
 
 def micro_batches(arrays: Any, accumulation: int) -> Any:

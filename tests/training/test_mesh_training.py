@@ -42,6 +42,7 @@ class Next:
 
     name: ClassVar[str] = "next"
     features: ClassVar[tuple] = ("hidden",)
+    rates: ClassVar[dict] = {}
 
     def losses(self, network, target, batch, features, key):
         hidden = network(batch.tokens, batch.positions, segment_mask(batch.segments)).hidden

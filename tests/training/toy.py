@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
@@ -38,6 +40,8 @@ class Toy:
     noise: float = 0.0
     name: ClassVar[str] = "toy"
     features: ClassVar[tuple[str, ...]] = ("hidden",)
+    rates: ClassVar[dict[str, float]] = {}
+    rates: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def losses(self, network: Any, target: Any, batch: Batch, features: Any, key: Any) -> Losses:
         logits = network.logits(features["hidden"], target)
@@ -80,7 +84,8 @@ def toy_run(directory: Any, **changes: Any) -> Outcome:
     run = {"steps": 20, "batch_size": 8, "save_every": 5} | {
         k: v for k, v in changes.items() if k in Run.__annotations__
     }
-    how = {"learning_rate": 1e-2, "schedule": "constant"} | {k: v for k, v in changes.items() if k in Optimization.__annotations__}
+    how: dict[str, Any] = {"learning_rate": 1e-2, "schedule": "constant"}
+    how |= {k: v for k, v in changes.items() if k in Optimization.__annotations__}
     rest = {k: v for k, v in changes.items() if k not in {**Run.__annotations__, **Optimization.__annotations__}}
     rows, network = rest.pop("rows", None) or toy_rows(), rest.pop("network", None) or toy_network()
     target, objective = rest.pop("target", None) or testing.tiny_target(), rest.pop("objective", None) or Toy()
