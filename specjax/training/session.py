@@ -230,10 +230,9 @@ class Session:
             dtype: of the drafter's file; None for float32.
         """
         if target is not None:
-            save_drafter(self.plan.output / "target", DraftModel(target), target, format="huggingface")
-            self.console.print(
-                f"{self.plan.output / 'target'}: the target as it was trained; the drafter is for this one"
-            )
+            whole: Any = DraftModel(cast(Any, target))
+            save_drafter(self.plan.output / "target", whole, target, format="huggingface")
+            self.console.print(f"{self.plan.output / 'target'}: the target as it is now; the drafter is for this one")
         target = target or self.target
         p, folder = self.plan, self.plan.output / "drafter"
         training: dict[str, Any] = {
