@@ -1,9 +1,13 @@
 """Targets, prompts and runs that the engine's tests share. Compiling is what costs: same shapes, same programs."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+# before jax is imported: tests compile hundreds of small programs and run most of them once
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import jax.numpy as jnp

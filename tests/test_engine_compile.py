@@ -134,7 +134,8 @@ print("same text on every mesh")
 
 
 def test_a_mesh_of_devices_gives_the_same_text() -> None:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, timeout=500, check=False
     )

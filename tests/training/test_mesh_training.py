@@ -131,7 +131,7 @@ print("stopped", outcome.stopped, outcome.step, outcome.last)
 
 def environment(devices: int, programs: Path) -> dict[str, str]:
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     cache = {"JAX_COMPILATION_CACHE_DIR": str(programs), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return {**os.environ, **cache, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 

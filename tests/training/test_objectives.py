@@ -14,6 +14,7 @@ from specjax.training.batches import Batch
 from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.features import online, segment_mask
 from specjax.training.medusa import MedusaObjective
+from specjax.training.medusa_joint import HeadsAndTarget, JointMedusaObjective
 
 OBJECTIVES: dict[str, Any] = {
     "eagle1": EagleObjective(noise=0.0, vocabulary=tuple(WORDS)),
@@ -190,3 +191,24 @@ def test_unrolled_attention_is_attention_with_diagonals() -> None:
         joined = (earlier, fed.block) if earlier is not None else (fed.block,)
         earlier = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *joined)
         feature, seen = fed.features, jnp.concatenate([seen, own], axis=2)
+
+
+def test_medusa_2_is_its_formula() -> None:
+    """With the target's own weights, its heads' loss is Medusa-1's; and both parts move the target."""
+    text, supervised = TEXTS[0]
+    batch = jax.tree.map(jnp.asarray, batch_of([TEXTS[0]]))
+    network = HeadsAndTarget(NETWORKS["medusa"], MODEL)
+    hidden = online(MODEL, batch, ("hidden",))["hidden"]
+    q = law(MODEL.logits(hidden))[0]
+    language = -sum(np.log(q[u - 1, text[u]]) for u in range(len(text) - supervised, len(text)))
+    alone = losses(OBJECTIVES["medusa"], NETWORKS["medusa"], batch)
+    objective = JointMedusaObjective(coefficient=0.3)
+
+    @jax.jit
+    def total(network: Any) -> Any:
+        return objective.losses(network, MODEL, batch, {}, jax.random.key(0)).total
+
+    np.testing.assert_allclose(total(network), language + 0.3 * alone.total, rtol=1e-5)
+    gradient = jax.grad(total, allow_int=True)(network)
+    assert np.abs(gradient.target.embed[...]).max() > 0
+    assert np.abs(gradient.heads.linear[...]).max() > 0
