@@ -38,6 +38,8 @@ class Settings(Plan):
     taken over."""
     unroll: int | None = None
     """Steps of the training-time test; by default 3 for EAGLE-3 and 1 for EAGLE-1."""
+    shifted: bool = True
+    """EAGLE-1: pair each feature with the token after it. --no-shifted is a comparison: it is scored, not decoded."""
     num_draft_tokens: int = 5
     """Length of the chain that is drafted."""
     epochs: float = 2.0
@@ -59,10 +61,14 @@ def main(settings: Settings) -> None:
         network = Eagle3Network.start(Eagle3Config.of(model.config, len(tokens)), model, tokens, settings.seed)
     else:
         objective = EagleObjective(
-            settings.unroll or 1, vocabulary=tuple(tokens.tolist()), capacity=session.capacity, tree=tree
+            settings.unroll or 1,
+            vocabulary=tuple(tokens.tolist()),
+            shifted=settings.shifted,
+            capacity=session.capacity,
+            tree=tree,
         )
         network = EagleNetwork.start(EagleConfig.of(model.config), model, settings.seed)
-    if (outcome := session.learn(objective, network)).finished:
+    if (outcome := session.learn(objective, network)).finished and settings.shifted:
         session.save(Eagle(outcome.network, tree), outcome)
 
 

@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
         """Scores of every token, or of those in `ids` alone; float32."""
         head = self.embed[...] if self.config.tie_embeddings else self.head[...]
         head = head if ids is None else head[ids]
-        rows = hidden.reshape(-1, hidden.shape[-1])
+        rows = hidden.reshape(-1, hidden.shape[-1]).astype(head.dtype)  # stored features may be shorter
         scores = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return scores.reshape(*hidden.shape[:-1], -1)
 

@@ -188,7 +188,12 @@ class EagleObjective:
         ranks: int,
     ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        return _ranked(network, target, batch, features, count, ranks)
+        return _ranked(network, target, batch, features, count, ranks, int(self.shifted))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is a drafter for what is trained."""
+        return self.shifted
 
     def decoding(self, network: EagleNetwork, target: Target) -> tuple[Drafter, Target]:
         if not self.shifted:
@@ -236,10 +241,16 @@ class _Text:
 
 
 def _ranked(
-    network: Any, target: TargetModel, batch: Batch, features: dict[str, Array], count: int, ranks: int
+    network: Any,
+    target: TargetModel,
+    batch: Batch,
+    features: dict[str, Array],
+    count: int,
+    ranks: int,
+    shift: int = 1,
 ) -> Int[Array, "B T k R"]:
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
     mask = segment_mask(jnp.asarray(batch.segments))
-    outputs = unroll(network, target, network.fuse(features), tokens, positions, mask, count)
+    outputs = unroll(network, target, network.fuse(features), tokens, positions, mask, count, shift=shift)
     found = jnp.stack([top(network.logits(output, target), ranks) for output in outputs], axis=2)
     return found if network.target_ids is None else network.target_ids[found]

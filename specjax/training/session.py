@@ -168,11 +168,16 @@ class Session:
 
     def evaluate(self, objective: Any, network: nnx.Module) -> dict[str, float]:
         """Tokens per call over the held-out prompts: by the engine, and teacher-forced where the draft is a chain."""
-        stats = self.held_out.decode(objective, network)
-        found = {"tokens_per_call": stats.tokens_per_call or 0.0, "acceptance_rate": stats.acceptance_rate or 0.0}
-        if (chain := getattr(objective, "chain_length", None)) is not None:
+        found: dict[str, float] = {}
+        if (chain := objective.chain_length) is not None:
             found["teacher_forced"] = self.held_out.teacher_forced(objective, network, chain)
-        return found
+        if not getattr(objective, "decodes", True):
+            return found | {"tokens_per_call": found["teacher_forced"]}
+        stats = self.held_out.decode(objective, network)
+        return found | {
+            "tokens_per_call": stats.tokens_per_call or 0.0,
+            "acceptance_rate": stats.acceptance_rate or 0.0,
+        }
 
     def learn(self, objective: Any, network: nnx.Module, described: Mapping[str, Any] | None = None) -> Outcome:
         """Train as planned, or go on with it; says tokens per call before and after."""

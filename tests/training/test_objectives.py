@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_networks import LAYERS, MODEL, NETWORKS, WORDS
+from small_networks import LAYERS, MODEL, NETWORKS, WORDS, V
 
+from specjax import testing
 from specjax.drafters.eagle_unroll import unroll
+from specjax.errors import InputError
 from specjax.training.batches import Batch
 from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.features import online, segment_mask
@@ -164,6 +166,20 @@ def test_medusa_is_its_formula(soft: bool) -> None:
                 wanted = p[u - 1] if soft else np.array(WORDS) == text[u]
                 expected += 0.8 ** (i + 1) * -(wanted * np.log(q[u - 2 - i, i])).sum()
     np.testing.assert_allclose(losses(MedusaObjective(soft=soft), network, batch).total, expected, rtol=1e-5)
+
+
+def test_without_the_shifted_token() -> None:
+    """The pair at t then has the token at t itself, and the guess of t + 2 knows nothing of t + 1."""
+    objective = EagleObjective(noise=0.0, shifted=False)
+    a, b = (jax.tree.map(jnp.asarray, batch_of([([5, 6, x, 2, 4], 2)])) for x in (1, 9))
+    features = online(MODEL, a, ("hidden",))
+    guesses = jax.jit(lambda o, batch: o.ranked(NETWORKS["eagle1"], MODEL, batch, features, 1, V), static_argnums=0)
+    assert np.array_equal(guesses(objective, a)[0, 1], guesses(objective, b)[0, 1])
+    shifted = replace(objective, shifted=True)
+    assert not np.array_equal(guesses(shifted, a)[0, 1], guesses(shifted, b)[0, 1])
+    assert not objective.decodes
+    with pytest.raises(InputError, match="for comparison only"):
+        objective.decoding(NETWORKS["eagle1"], testing.tiny_target(MODEL))
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
