@@ -77,7 +77,7 @@ class Options:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    law: Literal["greedy", "rejection", "typical"] | None = None
+    law: Literal["greedy", "rejection", "block", "typical"] | None = None
     batch_size: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     seed: int = 0
