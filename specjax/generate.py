@@ -109,8 +109,8 @@ def generate(
     Args:
         prompts: each a string (raw text), a list of chat messages (put through the chat template), or token ids.
         drafter: None decodes plainly.
-        law: None for "greedy" if every temperature is 0, else "rejection"; one of these names, or "typical", which is
-            lossy; or a law object.
+        law: None for "greedy" if every temperature is 0, else "rejection"; one of these names, or "block", or
+            "typical", which is lossy; or a law object.
         max_new_tokens: per prompt; the end of the context may come first.
         sampling: None is greedy.
         stop: strings that end a row, besides the target's EOS ids.

@@ -2,7 +2,7 @@
 
 A law is a pure function `law(target_law, draft, keys, max_depth) -> Path`. *Lossless* laws reproduce the target's
 law exactly; a lossy one (`Typical`) says so. `Greedy` and `Rejection` differ in one function, `choose`, which `walk`
-calls at every node on the way down.
+calls at every node on the way down. `block_verification` has one more law, `requests.LAWS` their names.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from specjax.errors import InputError
+from specjax.rows import at, children_of, first_true, put, uniforms
 from specjax.sampling import argmax, categorical
 from specjax.trees import Draft, ancestors, depths
 
@@ -88,8 +89,8 @@ class Greedy:
     def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
         def choose(node, path, depth, descends):
             best = argmax(target_law.logits(node, path, depth))
-            match = _children(draft, node, descends) & (draft.tokens == best[:, None])
-            return _first(match) + 1, best
+            match = children_of(draft, node, descends) & (draft.tokens == best[:, None])
+            return first_true(match) + 1, best
 
         return walk(draft, max_depth, choose)
 
@@ -115,17 +116,7 @@ class Rejection:
     lossless: ClassVar[bool] = True
 
     def __call__(self, target_law: TargetLaw, draft: Draft, keys: Array, max_depth: int) -> Path:
-        uniform = _uniforms(keys, draft.tokens.shape[1])
-
-        def choose(node, path, depth, descends):
-            p = target_law.probs(node, path, depth)
-            child, p = _try_children(p, draft, _children(draft, node, descends), uniform[:, :, 0])
-            bonus_uniform = _at(uniform[:, :, 1], node)
-            ends = child == 0
-            bonus = lax.cond(ends.any(), lambda: categorical(p, bonus_uniform), lambda: jnp.zeros_like(node))
-            return child, bonus
-
-        return walk(draft, max_depth, choose)
+        return walk(draft, max_depth, multi_candidate(target_law, draft, keys))
 
 
 @dataclass(frozen=True)
@@ -171,22 +162,22 @@ class Typical:
 
         def way_to(node: Int[Array, "B"], values: Int[Array, "B N"]) -> Int[Array, "B D+1"]:
             """The values of a node and of those above it, each at its depth."""
-            on_way = _at(above, jnp.maximum(node - 1, 0)) & (node > 0)[:, None] if num_nodes else draft.valid
+            on_way = at(above, jnp.maximum(node - 1, 0)) & (node > 0)[:, None] if num_nodes else draft.valid
             return jnp.where((on_way[:, :, None]) & (depth[:, :, None] == level), values[:, :, None], 0).sum(1)
 
         def probs(node: Int[Array, "B"]) -> Float[Array, "B V"]:
             path = way_to(node, draft.tokens)[:, 1:]
-            return target_law.probs(node, path, _at(jnp.pad(depth, ((0, 0), (1, 0))), node))
+            return target_law.probs(node, path, at(jnp.pad(depth, ((0, 0), (1, 0))), node))
 
         def judge(state: _Judged) -> _Judged:
             """Each row's first accepted node whose children are not judged yet."""
-            node = jnp.maximum(_first(state.waiting), 0)
+            node = jnp.maximum(first_true(state.waiting), 0)
             p = probs(node)
             entropy = -jnp.where(p > 0, p * jnp.log(p), 0.0).sum(-1, keepdims=True)
             p_token = jnp.take_along_axis(p, draft.tokens, axis=1, mode="clip")
             plausible = p_token > jnp.minimum(self.epsilon, self.alpha * jnp.exp(-entropy))
-            new = _children(draft, node, state.waiting.any(-1)) & plausible
-            score = jnp.where(new, _at(jnp.pad(state.score, ((0, 0), (1, 0))), node)[:, None] + jnp.log(p_token), 0)
+            new = children_of(draft, node, state.waiting.any(-1)) & plausible
+            score = jnp.where(new, at(jnp.pad(state.score, ((0, 0), (1, 0))), node)[:, None] + jnp.log(p_token), 0)
             done = jnp.arange(num_nodes + 1) == node[:, None]
             waiting = (state.waiting & ~done) | (jnp.pad(new, ((0, 0), (1, 0))) & inner)
             return _Judged(waiting, state.accepted | new, jnp.where(new, score, state.score))
@@ -197,12 +188,12 @@ class Typical:
         accepted = jnp.where(end.accepted, depth, 0).max(-1, initial=0)
         deepest = end.accepted & (depth == accepted[:, None])
         best = jnp.where(deepest, end.score, -jnp.inf).max(-1, keepdims=True, initial=-jnp.inf)
-        last = _first(deepest & (end.score == best)) + 1
-        bonus = categorical(probs(last), _at(_uniforms(keys, num_nodes)[:, :, 1], last))
+        last = first_true(deepest & (end.score == best)) + 1
+        bonus = categorical(probs(last), at(uniforms(keys, num_nodes)[:, :, 1], last))
         index = jnp.broadcast_to(jnp.arange(1, num_nodes + 1, dtype=jnp.int32), draft.tokens.shape)
         path = way_to(last, draft.tokens)[:, 1:]
-        tokens = _put(jnp.pad(path, ((0, 0), (0, 1))), accepted, bonus, True)
-        rejected = _children(draft, last, accepted < max_depth).any(-1)
+        tokens = put(jnp.pad(path, ((0, 0), (0, 1))), accepted, bonus, True)
+        rejected = children_of(draft, last, accepted < max_depth).any(-1)
         return Path(way_to(last, index), accepted, tokens, bonus, rejected)
 
 
@@ -218,61 +209,68 @@ class _Judged:
     score: Float[Array, "B N"]
 
 
-LAWS: dict[str, Law] = {law.name: law for law in (Greedy(), Rejection(), Typical())}
-
-
 Choose = Callable[
     [Int[Array, "B"], Int[Array, "B D"], Int[Array, "B"], Bool[Array, "B"]], tuple[Int[Array, "B"], Int[Array, "B"]]
 ]
 
 
-def walk(draft: Draft, max_depth: int, choose: Choose) -> Path:
+def walk(draft: Draft, max_depth: int, choose: Choose, start: "Walk | None" = None) -> Path:
     """The way down a draft, one visited node of each row at a time, until no row goes on.
 
     Args:
         choose: `(node [B], path [B,D], depth [B], descends [B]) -> (child, bonus)`: the block index of the accepted
             child of `node`, 0 if the row ends here, and the bonus token if it does. Where `descends` is False no child
             may be accepted: the row has ended, or its path is full.
+        start: where each row is; None: all of them at the pending token.
     """
     batch, num_nodes = draft.tokens.shape
     zero = jnp.zeros(batch, jnp.int32)
-    start = _Walk(
-        node=zero,
-        depth=zero,
-        bonus=zero,
-        going=jnp.ones(batch, bool),
-        nodes=jnp.zeros((batch, max_depth + 1), jnp.int32),
-        path=jnp.zeros((batch, max_depth), jnp.int32),
-    )
+    if start is None:
+        start = Walk(
+            node=zero,
+            depth=zero,
+            bonus=zero,
+            going=jnp.ones(batch, bool),
+            nodes=jnp.zeros((batch, max_depth + 1), jnp.int32),
+            path=jnp.zeros((batch, max_depth), jnp.int32),
+        )
 
-    def visit(state: _Walk) -> _Walk:
+    def visit(state: Walk) -> Walk:
         child, bonus = choose(state.node, state.path, state.depth, state.going & (state.depth < max_depth))
         moves = child > 0
         ends = state.going & ~moves
         depth = state.depth + moves
-        token = _at(draft.tokens, jnp.maximum(child - 1, 0)) if num_nodes else zero
-        return _Walk(
+        token = at(draft.tokens, jnp.maximum(child - 1, 0)) if num_nodes else zero
+        return Walk(
             node=jnp.where(moves, child, state.node),
             depth=depth,
             bonus=jnp.where(ends, bonus, state.bonus),
             going=moves,
-            nodes=_put(state.nodes, depth, child, moves),
-            path=_put(state.path, state.depth, token, moves),
+            nodes=put(state.nodes, depth, child, moves),
+            path=put(state.path, state.depth, token, moves),
         )
 
     if num_nodes == 0 or max_depth == 0:  # plain decoding: one visit, no loop
         end = visit(start)
     else:
         end = lax.while_loop(lambda state: state.going.any(), visit, start)
-    tokens = _put(jnp.pad(end.path, ((0, 0), (0, 1))), end.depth, end.bonus, True)
-    rejected = _children(draft, end.node, end.depth < max_depth).any(-1)
+    tokens = put(jnp.pad(end.path, ((0, 0), (0, 1))), end.depth, end.bonus, True)
+    rejected = children_of(draft, end.node, end.depth < max_depth).any(-1)
     return Path(end.nodes, end.depth, tokens, end.bonus, rejected)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Walk:
-    """Where each row is: its node, the tokens down to it, and whether it goes on."""
+class Walk:
+    """Where each row is.
+
+    Attributes:
+        node: the block index it has come to.
+        depth: how far down that is.
+        bonus: the bonus token, in rows that have ended.
+        going: whether it goes on.
+        nodes, path: as in `Path` and `TargetLaw`, down to `node`; 0 below it.
+    """
 
     node: Int[Array, "B"]
     depth: Int[Array, "B"]
@@ -280,6 +278,21 @@ class _Walk:
     going: Bool[Array, "B"]
     nodes: Int[Array, "B D+1"]
     path: Int[Array, "B D"]
+
+
+def multi_candidate(target_law: TargetLaw, draft: Draft, keys: Array) -> Choose:
+    """How `Rejection` chooses a child: recursive multi-candidate rejection sampling."""
+    uniform = uniforms(keys, draft.tokens.shape[1])
+
+    def choose(node, path, depth, descends):
+        p = target_law.probs(node, path, depth)
+        child, p = _try_children(p, draft, children_of(draft, node, descends), uniform[:, :, 0])
+        bonus_uniform = at(uniform[:, :, 1], node)
+        ends = child == 0
+        bonus = lax.cond(ends.any(), lambda: categorical(p, bonus_uniform), lambda: jnp.zeros_like(node))
+        return child, bonus
+
+    return choose
 
 
 def _try_children(
@@ -298,20 +311,20 @@ def _try_children(
     def attempt(state: _Tries) -> _Tries:
         p, mass = state.p, state.mass
         trying, sibling = state.sibling >= 0, jnp.maximum(state.sibling, 0)
-        token = _at(draft.tokens, sibling)
-        p_token = _at(p, token)
+        token = at(draft.tokens, sibling)
+        p_token = at(p, token)
         q_token = jnp.ones_like(p_token)
         if draft.drawn is not None and draft.q is not None:
-            drawn = _at(draft.drawn, sibling)
+            drawn = at(draft.drawn, sibling)
             q_token = jnp.where(drawn, jax.vmap(lambda q, i, x: q[i, x])(draft.q, sibling, token), 1.0)
-        accepted = trying & (_at(uniform, sibling + 1) * q_token * mass < p_token)
+        accepted = trying & (at(uniform, sibling + 1) * q_token * mass < p_token)
         failed = trying & ~accepted
 
         def reject() -> tuple[Array, Array]:
             left = jnp.where(vocabulary == token[:, None], 0.0, p)
             total = mass - p_token  # positive: a rejected deterministic child has p_token < mass
             if draft.drawn is not None and draft.q is not None:
-                excess = jnp.maximum(p / mass[:, None] - _at(draft.q, sibling), 0.0)
+                excess = jnp.maximum(p / mass[:, None] - at(draft.q, sibling), 0.0)
                 left = jnp.where(drawn[:, None], excess, left)
                 total = jnp.where(drawn, excess.sum(-1), total)
             changed = failed & (total > 0)
@@ -319,9 +332,9 @@ def _try_children(
 
         p, mass = lax.cond(failed.any(), reject, lambda: (p, mass))
         untried = children & (jnp.arange(num_nodes) > sibling[:, None]) & failed[:, None]
-        return _Tries(p, mass, _first(untried), jnp.where(accepted, sibling + 1, state.child))
+        return _Tries(p, mass, first_true(untried), jnp.where(accepted, sibling + 1, state.child))
 
-    start = _Tries(p, jnp.ones(batch, p.dtype), _first(children), jnp.zeros(batch, jnp.int32))
+    start = _Tries(p, jnp.ones(batch, p.dtype), first_true(children), jnp.zeros(batch, jnp.int32))
     end = lax.while_loop(lambda state: (state.sibling >= 0).any(), attempt, start)
     return end.child, end.p
 
@@ -335,35 +348,3 @@ class _Tries:
     mass: Float[Array, "B"]
     sibling: Int[Array, "B"]
     child: Int[Array, "B"]
-
-
-def _uniforms(keys: Array, num_nodes: int) -> Float[Array, "B N+1 2"]:
-    """Two numbers in [0, 1) for each block index: [..., 0] decides on the node, [..., 1] draws the bonus below it.
-
-    JAX draws them by a counter (`jax_threefry_partitionable`, its default), so the same block index has the same
-    numbers however large the block is.
-    """
-    return jax.vmap(lambda key: jax.random.uniform(key, (num_nodes + 1, 2)))(keys)
-
-
-def _children(draft: Draft, node: Int[Array, "B"], where: Bool[Array, "B"]) -> Bool[Array, "B N"]:
-    """Valid draft nodes below the block index `node`, in rows where `where`."""
-    return draft.valid & (draft.parents == node[:, None] - 1) & where[:, None]
-
-
-def _first(mask: Bool[Array, "B N"]) -> Int[Array, "B"]:
-    """Index of the first True of each row, -1 if there is none."""
-    index = jnp.arange(mask.shape[1], dtype=jnp.int32)
-    first = jnp.where(mask, index, mask.shape[1]).min(-1, initial=mask.shape[1])
-    return jnp.where(first < mask.shape[1], first, -1)
-
-
-def _at(values: Shaped[Array, "B N *R"], index: Int[Array, "B"]) -> Shaped[Array, "B *R"]:
-    """`values[b, index[b]]`."""
-    return jax.vmap(lambda row, i: row[i])(values, index)
-
-
-def _put(values: Int[Array, "B N"], index: Int[Array, "B"], value: Int[Array, "B"], where) -> Int[Array, "B N"]:
-    """`values` with `value[b]` at `index[b]`, in rows where `where`."""
-    hit = (jnp.arange(values.shape[1]) == index[:, None]) & jnp.reshape(where, (-1, 1))
-    return jnp.where(hit, value[:, None], values)

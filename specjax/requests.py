@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.block_verification import BlockVerification
 from specjax.errors import InputError
-from specjax.laws import LAWS, Law
+from specjax.laws import Greedy, Law, Rejection, Typical
 from specjax.models.target import Target
 from specjax.sampling import Rules
+
+LAWS: dict[str, Law] = {law.name: law for law in (Greedy(), Rejection(), BlockVerification(), Typical())}
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 

@@ -91,14 +91,16 @@ def test_transformer() -> None:
 def test_every_drafter_and_setting(model: str, drafter: str, settings: str) -> None:
     target = TARGET if model == "table" else testing.tiny_target(testing.tiny_model(vocab_size=V, seed=4))
     result = law_test(target, DRAFTERS[drafter], sampling=LAWS[settings], prompts=PROMPTS, samples=200_000)
-    check(result, f"{model}, {drafter}, {settings}")
+    # what the target finds least likely, and one token of another model for each state, are hardly ever accepted
+    rare = drafter in ("adversarial", "greedy draft model")
+    check(result, f"{model}, {drafter}, {settings}", least=0.0 if rare else 0.05)
 
 
-def check(result: testing.LawResult, name: str) -> None:
+def check(result: testing.LawResult, name: str, least: float = 0.05) -> None:
     print(f"\n{name}: distance {result.distance:.5f}, expected {result.expected:.5f}, noise {result.noise:.5f}")
     assert result.passed, result
     assert result.crossed > 0.1
-    assert result.acceptance_rate is None or result.acceptance_rate > 0.05
+    assert result.acceptance_rate is None or result.acceptance_rate >= least
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specjax import laws, sampling, trees
+from specjax.block_verification import BlockVerification
 from specjax.laws import Greedy, Path, Rejection, Typical
 from specjax.sampling import Rules, Sampling, Text
 from specjax.trees import Draft
@@ -380,7 +381,7 @@ def test_temperature_zero_is_greedy_row_by_row():
     assert (np.asarray(rejection.tokens) != np.asarray(greedy.tokens)).any()
 
 
-@pytest.mark.parametrize("law", [Greedy(), Rejection(), Typical()])
+@pytest.mark.parametrize("law", [Greedy(), Rejection(), BlockVerification(), Typical()])
 def test_paths_are_paths_of_the_draft(law):
     rng = np.random.default_rng(9)
     rows, size, depth = 300, 3, 4
@@ -419,7 +420,7 @@ def test_a_second_sibling_can_be_the_right_one():
     assert (path.accepted.tolist(), path.rejected.tolist()) == ([2], [False])
 
 
-@pytest.mark.parametrize("law", [Greedy(), Rejection(), Typical()])
+@pytest.mark.parametrize("law", [Greedy(), Rejection(), BlockVerification(), Typical()])
 def test_nothing_proposed_is_plain_decoding(law):
     """No nodes, no valid node, and a target whose true token is id 0 (what fillers hold): nothing is accepted."""
     scores = jnp.array([[5.0, 0, 0]] * 3)
@@ -433,7 +434,7 @@ def test_nothing_proposed_is_plain_decoding(law):
         assert path.rejected.tolist() == [False, False]
 
 
-@pytest.mark.parametrize("law", [Rejection(), Typical()])
+@pytest.mark.parametrize("law", [Rejection(), BlockVerification(), Typical()])
 def test_a_row_does_not_depend_on_its_batch_mates_or_on_where_the_draft_was_cut(law):
     rng = np.random.default_rng(10)
     rows, size = 64, 3
@@ -481,7 +482,7 @@ def test_penalties_count_the_path_to_the_node():
         assert text[1 : 1 + len(wanted)] == wanted
 
 
-@pytest.mark.parametrize("law", [Greedy(), Rejection(), Typical()])
+@pytest.mark.parametrize("law", [Greedy(), Rejection(), BlockVerification(), Typical()])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_law_give_no_token(law, temperature):
     scores = jnp.array([[0.0, jnp.nan, 1.0], [-jnp.inf] * 3, [0.0, 1.0, 2.0]])
@@ -499,7 +500,7 @@ def test_a_vanishing_residual_falls_back_to_p():
     assert same(first_token([0.5, 0.5, 0.0], draft), [0.5, 0.5, 0.0])
 
 
-@pytest.mark.parametrize("law", [Greedy(), Rejection(), Typical()])
+@pytest.mark.parametrize("law", [Greedy(), Rejection(), BlockVerification(), Typical()])
 def test_one_trace_and_no_sort(law):
     traces = []
 

@@ -11,7 +11,8 @@ import pytest
 import specjax
 from specjax import sampling, testing
 from specjax.errors import InputError
-from specjax.laws import LAWS, Greedy, Path, Rejection, Typical
+from specjax.laws import Greedy, Path, Rejection, Typical
+from specjax.requests import LAWS
 from specjax.sampling import Sampling
 from specjax.testing import TableTree, law_test
 from specjax.trees import Draft, chain
@@ -186,7 +187,7 @@ def test_pieces_say_it(table: specjax.Target) -> None:
 
 def test_by_name() -> None:
     assert LAWS["typical"] == Typical()
-    assert [law.lossless for law in LAWS.values()] == [True, True, False]
+    assert [law.lossless for law in LAWS.values()] == [True, True, True, False]
     assert specjax.Typical is Typical
     assert Typical() not in (Greedy(), Rejection())
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 import specjax
 from specjax import Drafter, DraftModel, InputError, Target
 from specjax.drafters.eagle import Eagle
@@ -56,6 +59,20 @@ def whole(argument: str, least: int) -> Setting:
 
 def yes_or_no(argument: str) -> Setting:
     return Setting(argument, {"true": True, "false": False}.__getitem__, "true or false")
+
+
+def number(argument: str) -> Setting:
+    return Setting(argument, float, "a number")
+
+
+def array(argument: str) -> Setting:
+    def read(text: str) -> Any:
+        try:
+            return jnp.asarray(np.load(text, allow_pickle=False))
+        except OSError:
+            raise ValueError from None
+
+    return Setting(argument, read, "a .npy file of an array")
 
 
 @dataclass(frozen=True)
@@ -132,6 +149,26 @@ KINDS = {
         {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")} | {key: whole(key, 1) for key in GROWN},
         _stored(Eagle, "eagle"),
         takes_path=True,
+    ),
+    "recycling": Kind(
+        {
+            "k": whole("k", 1),
+            "fresh": whole("fresh", 1),
+            "matrix": array("matrix"),
+            "seed_prompt": yes_or_no("seed_prompt"),
+        },
+        lambda target, dtype, **settings: specjax.TokenRecycling(**settings),
+    ),
+    "suffix": Kind(
+        {
+            "k": whole("num_draft_tokens", 1),
+            "factor": number("factor"),
+            "min_probability": number("min_probability"),
+            "min_match": whole("min_match", 1),
+            "max_match": whole("max_match", 1),
+            "places": whole("places", 1),
+        },
+        lambda target, dtype, **settings: specjax.SuffixDecoding(**settings),
     ),
 }
 

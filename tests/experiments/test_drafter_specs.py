@@ -18,6 +18,10 @@ def test_names_and_settings():
     target = testing.tiny_target(testing.TableModel.random())
     assert parse_drafter("plain").make(target).drafter == specjax.Plain()
     assert parse_drafter("prompt-lookup").make(target).drafter == specjax.PromptLookup()
+    assert parse_drafter("recycling:k=9,fresh=2").make(target).drafter == specjax.TokenRecycling(9, fresh=2)
+    suffix = parse_drafter("suffix:k=5,factor=1.5,min_probability=0.2,min_match=1,max_match=8").make(target)
+    expected = specjax.SuffixDecoding(5, factor=1.5, min_probability=0.2, min_match=1, max_match=8)
+    assert (suffix.drafter, suffix.num_draft_tokens) == (expected, 5)
     named = parse_drafter("prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64").make(target)
     assert named.drafter == specjax.PromptLookup(5, max_ngram=3, min_ngram=1, window=64)
     assert (named.num_draft_tokens, named.kind) == (5, "prompt-lookup")
@@ -46,6 +50,8 @@ def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
     [
         ("egale:k=3", "unknown drafter 'egale': expected one of plain, prompt-lookup, draft-model, medusa, eagle"),
         ("prompt-lookup:n=3", "unknown setting 'n'; prompt-lookup has k, max_ngram, min_ngram, window"),
+        ("recycling:matrix=nowhere.npy", "matrix is 'nowhere.npy'; expected a .npy file"),
+        ("suffix:factor=x", "factor is 'x'; expected a number"),
         ("prompt-lookup:k=-1", "k is '-1'; expected a whole number of at least 1"),
         ("prompt-lookup:k=2.5", "k is '2.5'; expected a whole number"),
         ("prompt-lookup:k=", "k is ''; expected a whole number"),

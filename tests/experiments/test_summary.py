@@ -11,7 +11,8 @@ from common.summary import find_forks, speedup, speedup_interval, summarize
 
 import specjax
 from specjax import Generation, Stats, testing
-from specjax.laws import LAWS, Law
+from specjax.laws import Law
+from specjax.requests import LAWS
 
 TARGET = testing.tiny_target(testing.TableModel.random())
 PLAIN, LOOKUP = (parse_drafter(text).make(TARGET) for text in ("plain", "prompt-lookup:k=3"))
