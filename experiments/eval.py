@@ -42,7 +42,9 @@ class Options:
 
     Attributes:
         target: "smollm2-135m-instruct", a Hugging Face directory, a .gguf file, or a Hub id.
-        drafters: what to compare with plain decoding: prompt-lookup:k=8,max_ngram=3 or draft-model:PATH,k=4.
+        drafters: what to compare with plain decoding, settings after a colon: prompt-lookup:k=8,max_ngram=3,
+            suffix:k=16, recycling, eagle:PATH,k=5 (a chain), eagle:PATH,depth=6,top_k=8,total=32 (a grown tree; total
+            counts the pending token), medusa:PATH, draft-model:PATH,k=4.
         prompts: JSONL file with question_id, category, turns; our own five tasks without it.
         tasks: only these categories of the file.
         limit: at most so many prompts of each task.

@@ -379,6 +379,7 @@ def check(result: testing.LawResult, name: str) -> None:
     assert result.acceptance_rate > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -390,6 +391,7 @@ def test_right_drafters(kind: str, settings: Sampling) -> None:
     check(law_test(TARGET, KINDS[kind], BLOCK, settings, PROMPTS, samples=100_000), kind)
 
 
+@pytest.mark.slow
 def test_shapes_by_what_was_drawn_before_and_not_by_the_token_itself() -> None:
     right, wrong = (replace(KINDS["shaped"], fault=jnp.bool_(fault)) for fault in (False, True))
     check(law_test(TARGET, right, BLOCK, SIMPLE, PROMPTS, samples=100_000), "shaped")

@@ -69,12 +69,12 @@ LAWS = {
 
 @pytest.mark.parametrize("name", FAST)
 def test_right_drafters(name: str) -> None:
-    check(law_test(TARGET, DRAFTERS[name], sampling=EVERYTHING, prompts=PROMPTS), name)
+    check(law_test(TARGET, DRAFTERS[name], sampling=EVERYTHING, prompts=PROMPTS, samples=60_000), name)
 
 
 @pytest.mark.parametrize("name", ["greedy and drawn rows", "grammar"])
 def test_right_settings(name: str) -> None:
-    check(law_test(TARGET, DRAFTERS["chain"], sampling=LAWS[name], prompts=PROMPTS), name)
+    check(law_test(TARGET, DRAFTERS["chain"], sampling=LAWS[name], prompts=PROMPTS, samples=60_000), name)
 
 
 def test_transformer() -> None:
@@ -202,7 +202,7 @@ FAULTS: dict[str, Callable[[jax.Array, Context], Draft]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_in_a_drafter(fault: str) -> None:
     drafter = Planted(TableTree.random(V, seed=2).table, jnp.int32(list(FAULTS).index(fault)))
-    result = law_test(TARGET, drafter, sampling=Sampling(temperature=0.8, top_k=3), prompts=PROMPTS)
+    result = law_test(TARGET, drafter, sampling=Sampling(temperature=0.8, top_k=3), prompts=PROMPTS, samples=100_000)
     print(f"\n{fault}: distance {result.distance:.4f}, noise {result.noise:.4f}")
     assert result.passed == (fault == "right"), result
 
@@ -285,7 +285,9 @@ class Wrong:
 def test_planted_in_a_law(fault: str) -> None:
     target = testing.tiny_target(Marked(TARGET.model.table, fault=jnp.int32(LAW_FAULTS.index(fault))))
     sampling = Sampling(temperature=0.6, top_k=3, frequency_penalty=1.0)
-    result = law_test(target, TableTree.random(V, 2, "ss"), law=Wrong(), sampling=sampling, prompts=PROMPTS)
+    result = law_test(
+        target, TableTree.random(V, 2, "ss"), law=Wrong(), sampling=sampling, prompts=PROMPTS, samples=100_000
+    )
     print(f"\n{fault}: distance {result.distance:.4f}, noise {result.noise:.4f}")
     assert result.passed == (fault == "none"), result
 

@@ -14,7 +14,7 @@ WINDOW = 20  # steps that the speed is an average of
 class Progress:
     """Loss, accuracy by position, supervised tokens per second and the time left; a context manager.
 
-    On a terminal a bar; elsewhere nothing but the lines of `say`.
+    On a terminal a bar; elsewhere a line now and then, ten in a run.
     """
 
     def __init__(self, steps: int, done: int, show: bool = True):
@@ -28,6 +28,7 @@ class Progress:
             console=self.console,
             disable=not (show and self.console.is_terminal),
         )
+        self._every = max(steps // 10, 1)
         self._task = self._bar.add_task("", total=steps, completed=done, figures="")
         self._tokens, self._first = 0.0, True
         self._marks: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)  # (when, tokens by then)
@@ -55,7 +56,10 @@ class Progress:
         if self._first:  # it was compiled
             self.pause()
             self._first = False
-        self._bar.update(self._task, completed=step, figures=line(figures) + f" · {rate:,.0f} tokens/s")
+        told = line(figures) + f" · {rate:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, figures=told)
+        if not self.console.is_terminal and step % self._every == 0:
+            self.say(f"step {step}: {told}")
         return rate
 
     def say(self, text: str) -> None:

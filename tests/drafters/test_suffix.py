@@ -159,6 +159,7 @@ def test_greedy_wrapped(wrap: Any, check_greedy: Any) -> None:
     check_greedy(wrap(SuffixDecoding(4, min_match=1, block_sizes=(5,))))
 
 
+@pytest.mark.slow
 def test_law(check_law: Any) -> None:
     corpus = SuffixDecoding(3, min_match=1, min_probability=0.0, block_sizes=(4,)).remember(
         [[1, 0, 2, 3, 1, 4, 0, 2, 2, 3, 4, 1]], capacity=16
