@@ -17,9 +17,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.training.distillation import Distillation
 from specjax.training.optimizers import Optimization
-from specjax.training.session import Plan, Session, parse
-
-FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
+from specjax.training.session import FULL, Plan, Session, parse
 
 
 @dataclass(frozen=True)

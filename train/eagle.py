@@ -20,10 +20,8 @@ from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, default_lay
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.optimizers import Optimization
-from specjax.training.session import Plan, Session, parse
+from specjax.training.session import FULL, Plan, Session, parse
 from specjax.trees import chain_tree
-
-FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ the static tree that accuracies over the held-out prompts make best.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -18,10 +18,8 @@ from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
 from specjax.training.medusa import MedusaObjective
 from specjax.training.medusa_joint import HeadsAndTarget, JointMedusaObjective
 from specjax.training.optimizers import Optimization
-from specjax.training.session import Plan, Session, parse
+from specjax.training.session import FULL, Plan, Session, parse
 from specjax.trees import chain_tree
-
-FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
 
 
 @dataclass(frozen=True)

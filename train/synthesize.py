@@ -7,10 +7,10 @@
 Rows come in shards of JSON lines with the ids that the target saw and wrote. The same command again goes on where a
 killed one stopped, and ends with the rows that an unbroken run would have given.
 
-On two CPU cores SmolLM2-135M writes about 35 tokens a second in batches of 1, 165 in 8, 240 in 16 and 310 in 32
-(float32, 100 tokens after prompts of about 80, without prefill). Prompt lookup makes 70 out of the 35 and loses from
-batches of 8 on (70 to 110), where a round costs nearly as much as it has tokens: it is for `--batch-size 1`, and for
-machines with arithmetic to spare.
+On two CPU cores, with one other process at work, SmolLM2-135M wrote about 35 tokens a second in batches of 1, 165 in
+8, 240 in 16 and 310 in 32 (float32, 100 tokens after prompts of about 80, without prefill). Prompt lookup made 70 out
+of the 35 and lost from batches of 8 on (70 to 110), where a round costs nearly as much as it has tokens: it is for
+`--batch-size 1`, and for machines with arithmetic to spare.
 """
 
 import time

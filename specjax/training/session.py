@@ -42,6 +42,9 @@ from specjax.trees import StaticTree
 
 P = TypeVar("P", bound="Plan")
 
+# what the preset of that name changes, in every script
+FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
+
 
 @dataclass(frozen=True)
 class Plan:
