@@ -300,8 +300,11 @@ class Eagle3Network(DraftVocabulary, _Network):
 
     def logits(self, features: Float[Array, "B T M"], target: TargetModel) -> Float[Array, "B T Vd"]:
         """Scores of the draft vocabulary's tokens for outputs of the network, float32."""
-        rows = features if self.config.norm_output else self.rms_norm(features, self.norm)
-        return jnp.einsum("btm,vm->btv", rows, self.head[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("btm,vm->btv", self.read(features), self.head[...], preferred_element_type=jnp.float32)
+
+    def read(self, features: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        """Outputs of the network as its head takes them."""
+        return features if self.config.norm_output else self.rms_norm(features, self.norm)
 
     @classmethod
     def from_arrays(

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from specjax.drafters.eagle_config import offsets
-from specjax.drafters.vocabulary import DraftVocabulary, logits_of
+from specjax.drafters.vocabulary import DraftVocabulary, head_of, logits_of
 from specjax.errors import InputError
 from specjax.models.decoder import Make
 from specjax.models.interface import TargetModel
@@ -88,15 +88,17 @@ class MedusaHeads(DraftVocabulary, nnx.Module):
         head = self.head[...]
         return jnp.einsum("...hm,hvm->...hv", x.astype(head.dtype), head, preferred_element_type=jnp.float32)
 
-    def head_logits(self, i: int, hidden: Float[Array, "*B M"], target: TargetModel) -> Float[Array, "*B Vd"]:
-        """Scores under head i alone: of the token t + 2 + i."""
+    @property
+    def dtype(self) -> Any:
+        return self.linear[...].dtype
+
+    def read(self, i: int, hidden: Float[Array, "*B M"]) -> Float[Array, "*B M"]:
+        """What head i alone makes of a hidden state, which its output head reads tokens out of."""
         linear, bias = self.linear[...][i], self.bias[...][i]
         x = hidden.astype(linear.dtype)
         for j in range(self.config.num_layers):
             x = x + jax.nn.silu(x @ linear[j] + bias[j])
-        if self.config.shared_head:
-            return logits_of(target, x.astype(hidden.dtype), self.target_ids)
-        return jnp.einsum("...m,vm->...v", x, self.head[...][i], preferred_element_type=jnp.float32)
+        return x
 
     @classmethod
     def from_arrays(
@@ -127,8 +129,7 @@ class MedusaHeads(DraftVocabulary, nnx.Module):
         def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
             if name != "head":
                 return jnp.zeros(shape, dtype)
-            one = logits_of(target, jnp.eye(config.hidden_size)[None], ids)[0].T
-            return jnp.broadcast_to(one.astype(dtype), shape)
+            return jnp.broadcast_to(head_of(target, ids).astype(dtype), shape)
 
         return cls(config, make, d2t)
 

@@ -150,8 +150,7 @@ class SmallDecoder(DraftVocabulary, nnx.Module):
         def make(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
             if name == "head":
                 assert d2t is not None
-                head = target.embed if target.config.tie_embeddings else target.head
-                return head[...][d2t + np.arange(len(d2t))].astype(dtype)
+                return target.head_rows(jnp.asarray(d2t + np.arange(len(d2t)))).astype(dtype)
             if name == "norm":
                 value = target.norm[...]
             else:

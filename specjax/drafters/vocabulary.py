@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.drafters.eagle_config import checked_d2t
+from specjax.errors import InputError
 from specjax.models.decoder import Decoder
 from specjax.models.interface import TargetModel
 from specjax.sampling import Rules
@@ -56,6 +57,17 @@ def logits_of(target: TargetModel, hidden: Float[Array, "B T M"], ids: Int[Array
     if isinstance(target, Decoder):  # only the rows of the head that are wanted
         return target.logits(hidden, ids)
     return target.logits(hidden)[..., ids]
+
+
+def head_of(target: TargetModel, ids: Int[Array, "Vd"] | None = None) -> Float[Array, "Vd M"]:
+    """The target's head as a matrix: its rows of the tokens `ids`, or all of them.
+
+    Raises:
+        InputError: a target that is no `Decoder`: whether its scores are a product with a matrix is not known.
+    """
+    if not isinstance(target, Decoder):
+        raise InputError(f"the head of the target is wanted as a matrix, and a {type(target).__name__} has none")
+    return target.head_rows(ids)
 
 
 @dataclass(frozen=True)

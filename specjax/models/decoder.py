@@ -71,11 +71,15 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B T M"], ids: Int[Array, "C"] | None = None) -> Float[Array, "B T V"]:
         """Scores of every token, or of those in `ids` alone; float32."""
-        head = self.embed[...] if self.config.tie_embeddings else self.head[...]
-        head = head if ids is None else head[ids]
+        head = self.head_rows(ids)
         rows = hidden.reshape(-1, hidden.shape[-1]).astype(head.dtype)  # stored features may be shorter
         scores = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         return scores.reshape(*hidden.shape[:-1], -1)
+
+    def head_rows(self, ids: Int[Array, "C"] | None = None) -> Float[Array, "V M"]:
+        """What hidden states are multiplied with for the scores of every token, or of those in `ids` alone."""
+        head = self.embed[...] if self.config.tie_embeddings else self.head[...]
+        return head if ids is None else head[ids]
 
     @property
     def vocab_size(self) -> int:

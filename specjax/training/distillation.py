@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters.draft_model import DraftModel, scores_of
 from specjax.drafters.small_decoder import SmallDecoder
-from specjax.drafters.vocabulary import Scores, logits_of
+from specjax.drafters.vocabulary import Scores, head_of
 from specjax.errors import InputError, check_whole
 from specjax.models.decoder import Decoder
 from specjax.models.interface import TargetModel
@@ -22,6 +22,7 @@ from specjax.training.agreement import Agreement, draft_places, top
 from specjax.training.batches import Batch
 from specjax.training.features import segment_mask
 from specjax.training.objective import Losses
+from specjax.training.parts import places_of_part, scores, sum_in_parts
 from specjax.training.supervised import Supervised
 
 DIVERGENCES = ("forward-kl", "reverse-kl", "tvd", "labels")
@@ -84,25 +85,38 @@ class Distillation:
         key: Array,
     ) -> Losses:
         rows = Supervised.of(batch, 1, self.capacity)
-        scores = _scores(network, target, batch, rows)
-        wanted = draft_places(rows.labels, scores.ids, target.vocab_size)
-        law = _target_law(target, rows.at(features["hidden"]), scores.ids, wanted, self.exact)
-        log_q = jax.nn.log_softmax(scores.values)
-        loss = _divergence(self.divergence, law, log_q, wanted)
-        total = jnp.where(rows.valid, loss, 0.0).sum()
+        ids = network.target_ids if isinstance(network, SmallDecoder) else None
+        wanted = draft_places(rows.labels, ids, target.vocab_size)
+        learned, given = _heads(network, target)
+        true_head = head_of(target, None if self.exact else ids)
+
+        def loss(learned: Any, shared: Any, hidden: Array, fixed: Any) -> tuple[Array, dict[str, Array]]:
+            given, true_head = shared
+            true, wanted, valid = fixed
+            law = _target_law(scores(true, true_head), ids if self.exact else None, wanted)
+            values = scores(hidden, learned if given is None else given)
+            log_q = jax.nn.log_softmax(values)
+            total = jnp.where(valid, _divergence(self.divergence, law, log_q, wanted), 0.0).sum()
+            best = argmax(values)
+            found = {
+                "kl": _divergence("forward-kl", law, log_q, wanted),
+                "overlap": 1 - _divergence("tvd", law, log_q, wanted),
+                "agreement": best == law.best,
+                "right": best == wanted,
+            }
+            return total, found
+
+        fixed = rows.at(features["hidden"]), wanted, rows.valid
+        places = places_of_part(wanted.shape, len(true_head))
+        hidden = rows.at(_hidden(network, target, batch))
+        total, found = sum_in_parts(loss, learned, (given, true_head), hidden, fixed, places)
 
         count = rows.count.astype(jnp.float32)
-        log_q = jax.lax.stop_gradient(log_q)
-        best = argmax(log_q)
-        found = {
-            "kl": _divergence("forward-kl", law, log_q, wanted),
-            "overlap": 1 - _divergence("tvd", law, log_q, wanted),
-            "agreement": best == law.best,
-        }
+        right = found.pop("right")
         figures = {name: (jnp.where(rows.valid, x, 0).sum().astype(jnp.float32), count) for name, x in found.items()}
         agreement = Agreement(batch.tokens.shape)
         for step in range(self.num_draft_tokens):
-            agreement.add(step, rows.behind(step, jnp.asarray(batch.segments)), best == wanted)
+            agreement.add(step, rows.behind(step, jnp.asarray(batch.segments)), right)
         missed = {"missed": (rows.missed.astype(jnp.float32), jnp.float32(1))}
         return Losses(total, count, agreement.sums | figures | missed)
 
@@ -116,8 +130,8 @@ class Distillation:
         ranks: int,
     ) -> Int[Array, "B T k R"]:
         """See `acceptance.Guesser`."""
-        scores = _scores(network, target, batch, None)
-        best = scores.tokens(top(scores.values, ranks))
+        found = _scores(network, target, batch)
+        best = found.tokens(top(found.values, ranks))
         places = jnp.arange(best.shape[1])[:, None] + 1 + jnp.arange(count)
         return best[:, jnp.minimum(places, best.shape[1] - 1)]
 
@@ -132,16 +146,28 @@ class Distillation:
 
 def argmaxes(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch) -> Int[Array, "B T"]:
     """The token that the draft model finds most likely after each of the text's, given the text up to it."""
-    scores = _scores(network, target, batch, None)
-    return scores.tokens(argmax(scores.values))
+    found = _scores(network, target, batch)
+    return found.tokens(argmax(found.values))
 
 
-def _scores(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch, rows: Supervised | None) -> Scores:
-    """The draft model's scores `[B, C, Vd]` of what follows the supervised positions (None: all)."""
+def _hidden(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch) -> Float[Array, "B T M"]:
     model = DraftModel(network).over(target)
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)
-    hidden = model(tokens, positions, segment_mask(jnp.asarray(batch.segments))).hidden
-    return scores_of(model, hidden if rows is None else rows.at(hidden), target.vocab_size)
+    return model(tokens, positions, segment_mask(jnp.asarray(batch.segments))).hidden
+
+
+def _scores(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch) -> Scores:
+    """The draft model's scores `[B, T, Vd]` of what follows each position."""
+    return scores_of(DraftModel(network).over(target), _hidden(network, target, batch), target.vocab_size)
+
+
+def _heads(network: SmallDecoder | Decoder, target: TargetModel) -> tuple[Any, Any]:
+    """The draft model's head: what is learned of it, or the target's, which is given."""
+    if isinstance(network, Decoder):
+        return head_of(network), None
+    if network.config.draft_vocab_size is None:
+        return (), head_of(target).astype(network.dtype)
+    return network.head[...], None
 
 
 @jax.tree_util.register_dataclass
@@ -160,29 +186,21 @@ class _Law:
     best: Int[Array, "B C"]
 
 
-def _target_law(
-    target: TargetModel,
-    hidden: Float[Array, "B C M"],
-    ids: Int[Array, "Vd"] | None,
-    wanted: Int[Array, "B C"],
-    exact: bool,
-) -> _Law:
-    """What the target says of the supervised tokens, by its hidden states before them.
+def _target_law(scores: Float[Array, "B C V"], ids: Int[Array, "Vd"] | None, wanted: Int[Array, "B C"]) -> _Law:
+    """What the target says of the supervised tokens.
 
     Args:
+        scores: of the draft vocabulary; with `ids`, of all tokens, so that its share is known.
+        ids: of the draft vocabulary.
         wanted: draft ids of the supervised tokens; -1 for those that cannot be drafted.
     """
-    if not exact or ids is None:
-        inside = logits_of(target, hidden, ids)
+    if ids is None:
         can = wanted >= 0
-        law = _Law(jax.nn.log_softmax(inside), can.astype(jnp.float32), jnp.where(can, argmax(inside), -1))
-    else:
-        scores = target.logits(hidden)
-        inside = scores[..., ids]
-        top, total = jax.nn.logsumexp(inside, axis=-1), jax.nn.logsumexp(scores, axis=-1)
-        best = jnp.where(inside.max(-1) == scores.max(-1), argmax(inside), -1)
-        law = _Law(inside - top[..., None], jnp.exp(top - total), best)
-    return jax.lax.stop_gradient(law)
+        return _Law(jax.nn.log_softmax(scores), can.astype(jnp.float32), jnp.where(can, argmax(scores), -1))
+    inside = scores[..., ids]
+    top, total = jax.nn.logsumexp(inside, axis=-1), jax.nn.logsumexp(scores, axis=-1)
+    best = jnp.where(inside.max(-1) == scores.max(-1), argmax(inside), -1)
+    return _Law(inside - top[..., None], jnp.exp(top - total), best)
 
 
 def _divergence(name: str, law: _Law, log_q: Float[Array, "B C Vd"], wanted: Int[Array, "B C"]) -> Float[Array, "B C"]:

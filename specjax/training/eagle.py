@@ -6,7 +6,7 @@ predict it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -20,16 +20,18 @@ from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.eagle_step import pick
 from specjax.drafters.eagle_unroll import unroll
 from specjax.drafters.growing import GrownTree
-from specjax.drafters.vocabulary import logits_of
+from specjax.drafters.vocabulary import head_of
 from specjax.errors import InputError
 from specjax.models.interface import TargetModel
 from specjax.models.target import Target
+from specjax.sampling import argmax
 from specjax.state import Drafter
 from specjax.training.acceptance import chain_length
 from specjax.training.agreement import Agreement, cross_entropy, draft_places, top
 from specjax.training.batches import Batch
 from specjax.training.features import segment_mask
 from specjax.training.objective import Losses
+from specjax.training.parts import places_of_part, scores, sum_in_parts
 from specjax.training.supervised import Supervised
 from specjax.trees import StaticTree, chain_tree
 
@@ -75,16 +77,28 @@ class Eagle3Objective:
     ) -> Losses:
         text = _Text.of(batch, self.capacity)
         outputs = text.unroll(network, target, features, self.steps)
-        ids = network.target_ids
-        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, text.labels.at(features["hidden"]), ids)))
-        total, agreement = jnp.float32(0.0), Agreement(batch.tokens.shape)
-        for step, output in enumerate(outputs):
-            rows = text.starts.further(step, 2, batch)
-            drafted = draft_places(rows.labels, ids, target.vocab_size)
-            logits = network.logits(output, target)
-            loss = cross_entropy(logits, text.before(law, step))
-            total += self.decay**step * jnp.where(rows.valid & (drafted >= 0), loss, 0.0).sum()
-            agreement.add(step, rows, logits.argmax(-1) == drafted)
+        ids, labels = network.target_ids, text.labels
+        drafted = draft_places(labels.labels, ids, target.vocab_size)
+        guesses = [text.guessing(step) for step in range(self.steps)]
+        counts = [guess.rows.valid & (drafted >= 0) for guess in guesses]
+
+        def loss(head: Array, target_head: Array, outputs: list[Array], fixed: Any) -> tuple[Array, list[Array]]:
+            hidden, drafted, counts = fixed
+            law = jax.nn.softmax(scores(hidden, target_head))
+            total, right = jnp.float32(0.0), []
+            for step, (output, count) in enumerate(zip(outputs, counts, strict=True)):
+                logits = scores(output, head)
+                total += self.decay**step * jnp.where(count, cross_entropy(logits, law), 0.0).sum()
+                right.append(argmax(logits) == drafted)
+            return total, right
+
+        read = [guess.of(network.read(output)) for guess, output in zip(guesses, outputs, strict=True)]
+        fixed = labels.at(features["hidden"]), drafted, counts
+        places = places_of_part(drafted.shape, network.config.draft_vocab_size)
+        total, right = sum_in_parts(loss, network.head[...], head_of(target, ids), read, fixed, places)
+        agreement = Agreement(batch.tokens.shape)
+        for step, guess in enumerate(guesses):
+            agreement.add(step, guess.rows, right[step])
         return Losses(total, text.count, agreement.sums | text.figures)
 
     @property
@@ -155,23 +169,37 @@ class EagleObjective:
         noisy = hidden + spread * (jax.random.uniform(key, hidden.shape) - 0.5)
         text = _Text.of(batch, self.capacity)
         outputs = text.unroll(network, target, {"hidden": noisy}, self.steps, int(self.shifted))
-        true = text.labels.at(hidden)
         ids = None if self.vocabulary is None else jnp.array(self.vocabulary, jnp.int32)
-        law = jax.lax.stop_gradient(jax.nn.softmax(logits_of(target, true, ids)))
-        near = token = jnp.float32(0.0)
+        labels = text.labels
+        wanted = draft_places(labels.labels, ids, target.vocab_size)
+        guesses = [text.guessing(step) for step in range(self.steps)]
+
+        def loss(_: tuple[()], heads: tuple[Array, Array], outputs: list[Array], fixed: Any) -> tuple[Array, Any]:
+            target_head, head = heads
+            true, wanted, made = fixed
+            law = jax.nn.softmax(scores(true, target_head))
+            near, token, right = [], [], []
+            for step, (output, valid) in enumerate(zip(outputs, made, strict=True)):
+                logits = scores(output, head)
+                weight = self.decay**step * valid
+                near.append(weight * optax.huber_loss(output.astype(jnp.float32), true).mean(-1))
+                token.append(weight * jnp.where(wanted >= 0, cross_entropy(logits, law), 0.0))
+                right.append(argmax(logits) == wanted)
+            total = self.feature_weight * sum(x.sum() for x in near) + self.token_weight * sum(x.sum() for x in token)
+            return total, (near, token, right)
+
+        given = [guess.of(output) for guess, output in zip(guesses, outputs, strict=True)]
+        fixed = labels.at(hidden), wanted, [guess.rows.valid for guess in guesses]
+        head = head_of(target, ids)
+        places = places_of_part(wanted.shape, len(head))
+        heads = head, head.astype(network.dtype)
+        total, (near, token, right) = sum_in_parts(loss, (), heads, given, fixed, places)
         agreement = Agreement(batch.tokens.shape)
-        for step, guess in enumerate(outputs):
-            rows = text.starts.further(step, 2, batch)
-            wanted = draft_places(rows.labels, ids, target.vocab_size)
-            logits = logits_of(target, guess, ids)
-            difference = optax.huber_loss(guess.astype(jnp.float32), text.before(true, step)).mean(-1)
-            weight = self.decay**step * rows.valid
-            near += (weight * difference).sum()
-            ce = cross_entropy(logits, text.before(law, step))
-            token += (weight * jnp.where(wanted >= 0, ce, 0.0)).sum()
-            agreement.add(step, rows, logits.argmax(-1) == wanted)
-        figures = {"loss.feature": (near, text.count), "loss.token": (token, text.count)} | text.figures
-        return Losses(self.feature_weight * near + self.token_weight * token, text.count, agreement.sums | figures)
+        for step, guess in enumerate(guesses):
+            agreement.add(step, guess.rows, right[step])
+        sums = {"loss.feature": near, "loss.token": token}
+        figures = {name: (jnp.stack(values).sum(), text.count) for name, values in sums.items()}
+        return Losses(total, text.count, agreement.sums | figures | text.figures)
 
     @property
     def chain_length(self) -> int | None:
@@ -226,10 +254,12 @@ class _Text:
         fused = network.fuse(features)
         return unroll(network, target, fused, tokens, positions, mask, steps, self.starts.index, shift)
 
-    def before(self, values: Float[Array, "B C *R"], step: int) -> Float[Array, "B C *R"]:
-        """Values at the places of `labels`, for the labels that `starts` guess in a step."""
-        places = self.starts.at(self.labels.places(self.batch.tokens.shape[1]), step + 1)
-        return pick(values, places)
+    def guessing(self, step: int) -> "_Guesses":
+        """The guesses of a step of the unroll, each in the place of the label that it is of."""
+        segments = jnp.asarray(self.batch.segments)
+        rows = self.labels.behind(step + 1, segments)
+        places = rows.at(self.starts.places(segments.shape[1]))
+        return _Guesses(replace(rows, valid=rows.valid & (places >= 0)), jnp.maximum(places, 0))
 
     @property
     def count(self) -> Float[Array, ""]:
@@ -238,6 +268,22 @@ class _Text:
     @property
     def figures(self) -> dict[str, tuple[Array, Array]]:
         return {"missed": (self.labels.missed.astype(jnp.float32), jnp.float32(1))}
+
+
+@dataclass(frozen=True)
+class _Guesses:
+    """What was guessed in one step.
+
+    Attributes:
+        rows: the labels with the places t = u - 2 - step that their guesses were made from; valid where one was.
+        places: where those are among `_Text.starts`.
+    """
+
+    rows: Supervised
+    places: Int[Array, "B C"]
+
+    def of(self, outputs: Float[Array, "B C M"]) -> Float[Array, "B C M"]:
+        return pick(outputs, self.places)
 
 
 def _ranked(

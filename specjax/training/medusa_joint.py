@@ -76,7 +76,7 @@ class JointMedusaObjective:
         chosen = jnp.take_along_axis(logits, rows.labels[..., None], axis=-1)[..., 0]
         language = jnp.where(rows.valid, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0).sum()
         heads = MedusaObjective(self.decay, self.soft, self.capacity, self.tree)
-        found = heads.losses(network.heads, network.target, batch, {"hidden": hidden}, key)
+        found = heads.over(network.heads, network.target, batch, hidden, frozen=False)
         figures = {"loss.language": (language, found.count), "loss.heads": (found.total, found.count)}
         return Losses(language + self.coefficient * found.total, found.count, found.figures | figures)
 

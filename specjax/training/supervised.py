@@ -71,17 +71,9 @@ class Supervised:
         valid = self.valid & (index >= 0) & same
         return replace(self, index=jnp.where(valid, index, 0), valid=valid, labels=jnp.where(valid, self.labels, 0))
 
-    def further(self, by: int, shift: int, batch: Batch) -> "Supervised":
-        """The same positions t, predicting the token `by` further on than `shift`, where that is supervised too."""
-        tokens, mask, segments = (jnp.asarray(x) for x in (batch.tokens, batch.mask, batch.segments))
-        inside = self.index + shift + by < tokens.shape[1]
-        same = self.at(segments) == self.at(segments, shift + by)
-        valid = self.valid & inside & same & self.at(mask, shift + by)
-        return replace(self, valid=valid, labels=jnp.where(valid, self.at(tokens, shift + by), 0))
-
     def places(self, size: int) -> Int[Array, "B T"]:
-        """Where each position of a row of `size` is in `index`; 0 for those that are not."""
-        blank = jnp.zeros((self.index.shape[0], size), jnp.int32)
+        """Where each position of a row of `size` is in `index`; -1 for those that are not."""
+        blank = jnp.full((self.index.shape[0], size), -1, jnp.int32)
         index = jnp.where(self.valid, self.index, size)  # past the end: dropped
         return jax.vmap(lambda row, i: row.at[i].set(jnp.arange(len(i), dtype=jnp.int32), mode="drop"))(blank, index)
 
