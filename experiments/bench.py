@@ -19,18 +19,19 @@ from typing import Literal
 import jax
 import tyro
 from common.console import make_table, progress_bar, show
+from common.options import check_least, settings_of
 from common.prompts import prompt_ids, read_prompts
 from common.results import check_output, provenance, write_json
 from common.timing import excess, in_turns, median_of, without_compiling
 from measure import hugging_face
-from measure.passes import Bandwidth, TargetPass, bytes_read
+from measure.passes import Bandwidth, TargetPass, bytes_read, time_passes, timed_steps
 from measure.programs import bytes_of, compile_loop
 from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer, Stub
-from measure.shapes import random_target
-from measure.states import start_state
+from measure.shapes import load_target
+from measure.states import prompts_for, start_state
 
 import specjax
-from specjax import Greedy, InputError, Plain, PromptLookup, Rejection, Sampling, Target
+from specjax import Greedy, Plain, PromptLookup, Rejection, Sampling, Target
 from specjax.cli import run_command_line
 from specjax.laws import Law
 from specjax.models.interface import TargetModel
@@ -38,11 +39,9 @@ from specjax.models.interface import TargetModel
 BLOCKS = (2, 4, 5, 8, 9, 16, 17)
 LOOKUP = PromptLookup(num_draft_tokens=8)
 SAMPLED, SAMPLED_NAME = Sampling(temperature=0.8, top_p=0.95), "temperature .8, top-p .95"
-STEPS = {"cpu": 5}  # in a timed loop; OTHER_STEPS on accelerators, which are much faster
-OTHER_STEPS = 50
 ROUNDS = 8
 STUB_ROUNDS = 12  # they are short
-NEW_TOKENS = 128  # room for so many rounds that accept everything, and for OTHER_STEPS steps
+NEW_TOKENS = 128  # room for so many rounds that accept everything, and for the steps of a timed loop
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class Options:
     output: Path | None = None
 
     def check(self) -> None:
-        for name in ("batch_size", "turns"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}")
+        check_least(self, batch_size=1, turns=1)
 
 
 @dataclass(frozen=True)
@@ -93,12 +90,7 @@ def main() -> None:
     options = tyro.cli(Options)
     options.check()
     check_output(options.output)
-    if options.dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "highest")
-    if options.random_config is None:
-        target = specjax.load(options.target, dtype=options.dtype)
-    else:
-        target = random_target(options.random_config, options.dtype)
+    target = load_target(options.target, options.dtype, options.random_config)
     prompts = prompts_for(target, options.batch_size)
     lines: list[Line] = []
     with progress_bar() as bar:
@@ -120,18 +112,10 @@ def main() -> None:
     title = f"{target.name}, {target.dtype}, {jax.devices()[0].device_kind}; batch {options.batch_size}"
     show(make_table(title, ("", "value", "unit", "note"), [_cells(line) for line in lines], text=(0, 2, 3)))
     if options.output is not None:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
-        content = {"provenance": provenance(target), "settings": settings, "lines": [asdict(line) for line in lines]}
+        found = [asdict(line) for line in lines]
+        content = {"provenance": provenance(target), "settings": settings_of(options), "lines": found}
         write_json(options.output / "bench.json", content)
         show(f"Written to {options.output / 'bench.json'}.")
-
-
-def prompts_for(target: Target, batch_size: int) -> list[list[int]]:
-    """The *rewrite* prompts, again and again for a larger batch; arbitrary tokens for a target without a tokenizer."""
-    if target.tokenizer is None:
-        return [[(7 * i * i + 13 * row) % target.model.vocab_size for i in range(150)] for row in range(batch_size)]
-    ids = [prompt_ids(target, conversation) for conversation in read_prompts(tasks=["rewrite"])]
-    return [ids[row % len(ids)] for row in range(batch_size)]
 
 
 def steps_and_blocks(
@@ -140,14 +124,10 @@ def steps_and_blocks(
     """Bandwidth, a decode step against its memory floor, and passes over blocks against a pass over one token."""
     model = target.model
     state = start_state(model, Plain(), prompts, NEW_TOKENS)
-    steps = STEPS.get(jax.default_backend(), OTHER_STEPS)
     length = max(len(p) for p in prompts)
-    timers: dict[str, Callable[[], float]] = {"byte": Bandwidth()}
-    timers["step"] = RoundTimer(model, Plain(), Greedy(), state, steps)
-    for size in (1, *BLOCKS):
-        timers[f"{size}"] = TargetPass(model, state.cache, size, length, steps)
-        done()
-    seconds = in_turns(timers, options.turns, done)
+    beside = {"byte": Bandwidth(), "step": RoundTimer(model, Plain(), Greedy(), state, timed_steps())}
+    times = time_passes(model, state.cache, length, BLOCKS, options.turns, done, beside)
+    seconds = times.beside
     cache = bytes_of(state.cache)
     read = bytes_read(model, getattr(model, "config", None), state.cache)
     step = statistics.median(seconds["step"])
@@ -159,12 +139,11 @@ def steps_and_blocks(
         Line("memory floor of a step", 1e3 * floor, "ms", megabytes),
         Line("decode step", 1e3 * step, "ms", "a round of plain decoding, in a compiled loop"),
         Line("decode step / floor", over, "×"),
-        Line("decode(1)", 1e3 * statistics.median(seconds["1"]), "ms", "target pass over one token, nothing else"),
+        Line("decode(1)", 1e3 * times.median(1), "ms", "target pass over one token, nothing else"),
     ]
     for size in BLOCKS:
-        times = seconds[f"{size}"]
-        ratio = median_of(lambda block, one: block / one, times, seconds["1"])
-        lines.append(Line(f"verify({size}) / decode(1)", ratio, "×", f"{1e3 * statistics.median(times):.2f} ms"))
+        note = f"{1e3 * times.median(size):.2f} ms"
+        lines.append(Line(f"verify({size}) / decode(1)", times.relative(size), "×", note))
     return lines
 
 

@@ -8,8 +8,6 @@ The first command takes about 2 minutes on two CPU cores, and ends in a table of
 compared with plain decoding's, token for token; the exit status is 1 where one differs by more than rounding explains.
 """
 
-import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,20 +16,19 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from common.console import make_table, number, percent, progress_bar, show, small
+from common.console import exit_status, make_table, number, percent, show, small
 from common.drafters import PLAIN, Named, parse_drafters
-from common.evaluation import Call, Plan, check_prompts, evaluate, make_units
-from common.exact import examine
-from common.prompts import Conversation, read_prompts
+from common.evaluation import Call, Plan, check_prompts
+from common.options import check_least, check_seed, settings_of
+from common.prompts import read_prompts
 from common.results import check_output, provenance, write_json
-from common.summary import DEFINITIONS, Forks, find_forks, fork_of, summarize
+from common.summary import DEFINITIONS, fork_of
 from common.trace import rounds_as_data, rounds_as_text
-from measure.proposals import ProposalTimer
-from measure.states import start_state
+from measure.comparison import Measured, compare
+from measure.shapes import load_target
 from rich.table import Table
 
-import specjax
-from specjax import InputError, Sampling, Target
+from specjax import Sampling, Target
 from specjax.cli import run_command_line
 from specjax.requests import choose_law
 
@@ -100,35 +97,23 @@ class Options:
             presence_penalty=self.presence_penalty,
         )
 
+    def plan(self, prompts: int) -> Plan:
+        """How to decode so many prompts."""
+        return Plan(
+            batch_size=self.batch_size,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            law=self.law,
+            seed=self.seed,
+            repetitions=self.repetitions,
+            repeated_units=self.repeated or prompts,
+        )
+
     def check(self) -> None:
         """Raise InputError for a number out of range."""
-        limits = {"limit": 1, "max_new_tokens": 1, "batch_size": 1, "repetitions": 1, "repeated": 0}
-        for name, least in limits.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"--seed: expected a whole number from 0 to 2**32 - 1, got {self.seed}")
+        check_least(self, limit=1, max_new_tokens=1, batch_size=1, repetitions=1, repeated=0)
+        check_seed(self.seed)
         choose_law(self.law, self.sampling.rules(self.batch_size))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run gives.
-
-    Attributes:
-        runs: a row of numbers for each task and drafter.
-        totals: for each drafter, over all tasks.
-        calls: every timed call.
-        forks: the greedy texts that are not plain decoding's.
-        warm_up_seconds: compiling, and the runs thrown away for it.
-    """
-
-    runs: list[dict[str, Any]]
-    totals: list[dict[str, Any]]
-    calls: list[Call]
-    forks: Forks
-    warm_up_seconds: float
 
 
 def main() -> int:
@@ -137,13 +122,11 @@ def main() -> int:
     options.check()
     check_output(options.output)
     conversations = read_prompts(options.prompts, options.tasks, options.limit)
-    if options.dtype == "float32":  # else accelerators multiply float32 in shorter formats, and texts fork
-        jax.config.update("jax_default_matmul_precision", "highest")
     asked = parse_drafters(options.drafters)
-    target = specjax.load(options.target, dtype=options.dtype)
+    target = load_target(options.target, options.dtype)
     drafters = [drafter.make(target, options.dtype) for drafter in asked]
     check_prompts(target, conversations)
-    measured = measure(options, target, drafters, conversations)
+    measured = compare(target, drafters, conversations, options.plan(len(conversations)))
     seconds = time.perf_counter() - begin
     if options.trace:
         print_traces(target, measured.calls)
@@ -154,69 +137,7 @@ def main() -> int:
         file = options.output / "results.json"
         write_json(file, as_data(options, measured, where))
         show(f"Written to {file}.")
-    faults = sum(row["faults"] for row in measured.totals)
-    if faults:
-        print(f"FAULT: {faults} greedy texts are not plain decoding's, by more than rounding explains", file=sys.stderr)
-    return 1 if faults else 0
-
-
-def measure(
-    options: Options, target: Target, drafters: Sequence[Named], conversations: Sequence[Conversation]
-) -> Measured:
-    """Decode everything, with a progress bar."""
-    units = make_units(conversations, options.batch_size)
-    plan = Plan(
-        batch_size=options.batch_size,
-        max_new_tokens=options.max_new_tokens,
-        sampling=options.sampling,
-        law=options.law,
-        seed=options.seed,
-        repetitions=options.repetitions,
-        repeated_units=options.repeated or len(units),
-    )
-    timers: dict[str, ProposalTimer] = {}
-    proposals: dict[str, list[float]] = {d.label: [] for d in drafters}
-
-    with progress_bar() as bar:
-        work = bar.add_task("compiling", total=len(units))
-
-        def done(calls: list[Call]) -> None:
-            for d in drafters:
-                if d.num_draft_tokens:
-                    if d.label not in timers:
-                        ids = calls[0].generation.prompt_ids
-                        state = start_state(
-                            target.model, d.drafter, ids, options.max_new_tokens, sampling=options.sampling
-                        )
-                        timers[d.label] = ProposalTimer(target.model, d.drafter, state)
-                    proposals[d.label].append(timers[d.label]())
-            bar.update(work, advance=1, description=calls[0].task)
-
-        calls, warm_up = evaluate(target, drafters, units, plan, done)
-    greedy = options.temperature == 0
-    forks = find_forks(calls, lambda *texts: examine(target, options.sampling, *texts)) if greedy else {}
-    costs = draft_costs(drafters, calls, proposals)
-
-    def rows(task: str, some: list[Call]) -> list[dict[str, Any]]:
-        return summarize(some, task, forks, costs, options.temperature)
-
-    tasks = dict.fromkeys(call.task for call in calls)
-    runs = [row for task in tasks for row in rows(task, [call for call in calls if call.task == task])]
-    return Measured(runs, rows("all", calls), calls, forks, warm_up)
-
-
-def draft_costs(
-    drafters: Sequence[Named], calls: Sequence[Call], proposals: dict[str, list[float]]
-) -> dict[str, float | None]:
-    """Draft cost c of each drafter; None for plain decoding, which has no drafter step."""
-    plain = [call for call in calls if call.drafter.kind == PLAIN]
-    # a batch runs until its last row ends: its rounds are those of its longest row
-    rounds = sum(max(stats.target_calls for stats in call.generation.row_stats) for call in plain)
-    step = sum(statistics.median(call.seconds) for call in plain) / rounds
-    return {
-        d.label: statistics.median(proposals[d.label]) / d.drafter.max_depth / step if proposals[d.label] else None
-        for d in drafters
-    }
+    return exit_status(measured.faults)
 
 
 def report(options: Options, target: Target, drafters: Sequence[Named], measured: Measured) -> list[Table | str]:
@@ -284,7 +205,6 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
 
 def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json."""
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()}
     prompts: dict[tuple[int, int, int], dict[str, Any]] = {}
     for call in measured.calls:
         for row, c in enumerate(call.rows):
@@ -316,7 +236,7 @@ def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict
             )
     return {
         "provenance": where,
-        "settings": settings,
+        "settings": settings_of(options),
         "definitions": DEFINITIONS,
         "runs": measured.runs,
         "totals": measured.totals,

@@ -218,7 +218,7 @@ class Drafter(Protocol):
         max_depth: D, nodes on the longest path of a draft.
         features: names of the target's features that `init` and `update` want.
         wants_logits: whether `update` wants the logits of every node (they cost a `[B, T, V]` array a round).
-        block_sizes: block sizes (in tokens, the pending one included) compiled into the loop; None: `decode.ladder`'s.
+        block_sizes: block sizes (in tokens, the pending one included) compiled into the loop; None: `ladder.ladder`'s.
     """
 
     @property

@@ -80,7 +80,7 @@ def test_the_loop_holds_no_second_cache(batch: int) -> None:
     """With three block sizes compiled in, temporaries are small and nothing copies an array of the cache's size."""
     model = testing.tiny_model(num_layers=4, windows=(None,) * 4, head_dim=64, num_heads=2)
     drafter = specjax.PromptLookup(8, block_sizes=(4, 9))
-    assert len(decode.ladder(drafter)) == 3
+    assert len(ladder(drafter)) == 3
     prompts = [[1, 2, 3, 4]] * batch
     job = specjax.prepare(testing.tiny_target(model), prompts, drafter=drafter, max_new_tokens=400)
     # a long text: the cache is the largest thing by far

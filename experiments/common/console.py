@@ -1,5 +1,6 @@
 """What a script shows: progress while it runs, tables at the end."""
 
+import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -41,6 +42,14 @@ def show(*parts: object) -> None:
         console = Console(highlight=False, width=max(console.width, 160))
     for part in parts:
         console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+
+
+def exit_status(faults: int) -> int:
+    """1, and a line on stderr, where greedy texts are wrong; else 0."""
+    if faults:
+        what = "greedy texts are not plain decoding's, by more than rounding explains"
+        print(f"FAULT: {faults} {what}", file=sys.stderr)
+    return 1 if faults else 0
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -1,4 +1,5 @@
-"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `eagle:PATH,depth=6,top_k=8,total=32`.
+"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `eagle3:depth=6,top_k=8,total=32`,
+`eagle:PATH,k=5`.
 
 A name, then after a colon its settings, separated by commas; what has no `=` is the path. `KINDS` has one entry each.
 """
@@ -80,12 +81,15 @@ class Kind:
     """A kind of drafter: its settings, and how it is made of them.
 
     Attributes:
-        make: of the target, the dtype and the settings; the path comes third where `takes_path`.
+        make: of the target, the dtype and the settings; the path comes third where there is one.
+        takes_path: whether one can be given.
+        path: the one it has without; None where it has to be given.
     """
 
     settings: dict[str, Setting]
     make: Callable[..., Drafter]
     takes_path: bool = False
+    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Asked:
             InputError: settings that do not go together, or a drafter of another kind or for another target.
         """
         kind = KINDS[self.kind]
-        where = [self.path] if kind.takes_path else []
+        where = [self.path or kind.path] if kind.takes_path or kind.path else []
         return Named(self.label, self.kind, kind.make(target, dtype, *where, **self.settings))
 
 
@@ -128,6 +132,7 @@ def _stored(kind: type[Drafter], name: str) -> Callable[..., Drafter]:
 
 
 GROWN = ("depth", "top_k", "total")
+EAGLE = {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")} | {key: whole(key, 1) for key in GROWN}
 KINDS = {
     PLAIN: Kind({}, lambda target, dtype: specjax.Plain()),
     "prompt-lookup": Kind(
@@ -143,13 +148,11 @@ KINDS = {
         {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")},
         _stored(DraftModel, "draft-model"),
         takes_path=True,
+        path="draft-model",
     ),
-    "medusa": Kind({"k": whole("num_draft_tokens", 1)}, _stored(Medusa, "medusa"), takes_path=True),
-    "eagle": Kind(
-        {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")} | {key: whole(key, 1) for key in GROWN},
-        _stored(Eagle, "eagle"),
-        takes_path=True,
-    ),
+    "medusa": Kind({"k": whole("num_draft_tokens", 1)}, _stored(Medusa, "medusa"), takes_path=True, path="medusa"),
+    "eagle": Kind(EAGLE, _stored(Eagle, "eagle"), takes_path=True),
+    "eagle3": Kind(EAGLE, _stored(Eagle, "eagle3"), path="eagle3"),
     "recycling": Kind(
         {
             "k": whole("k", 1),
@@ -169,6 +172,15 @@ KINDS = {
             "places": whole("places", 1),
         },
         lambda target, dtype, **settings: specjax.SuffixDecoding(**settings),
+    ),
+    "lookahead": Kind(
+        {
+            "W": whole("window", 0),
+            "N": whole("ngram", 2),
+            "G": whole("guesses", 1),
+            "seed_prompt": yes_or_no("seed_prompt"),
+        },
+        lambda target, dtype, **settings: specjax.LookaheadDecoding(**settings),
     ),
 }
 
@@ -199,7 +211,7 @@ def parse_drafter(text: str) -> Asked:
             settings[setting.argument] = setting.read(value)
         except (ValueError, KeyError):
             raise InputError(f"{text}: {key} is {value!r}; expected {setting.expected}") from None
-    if kind.takes_path and len(paths) != 1:
+    if kind.takes_path and (len(paths) > 1 or not (paths or kind.path)):
         raise InputError(f"{text}: expected {name}:PATH with one path or model name, and settings like k=4")
     if paths and not kind.takes_path:
         raise InputError(f"{text}: {paths[0]!r} is no setting; expected key=value")

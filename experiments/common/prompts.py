@@ -21,12 +21,14 @@ class Conversation:
         task: the row's category; the file's name where that is empty.
         question_id: as in the file.
         turns: the user's messages.
+        history: earlier messages and answers, which come before the first turn.
     """
 
     index: int
     task: str
     question_id: int | str
     turns: tuple[str, ...]
+    history: tuple[tuple[str, str], ...] = ()
 
 
 def read_prompts(path: Path | None = None, tasks: Sequence[str] = (), limit: int | None = None) -> list[Conversation]:
@@ -66,7 +68,7 @@ def read_prompts(path: Path | None = None, tasks: Sequence[str] = (), limit: int
 def messages(conversation: Conversation, answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """The chat up to the turn after the last answer."""
     chat = []
-    for user, answer in zip(conversation.turns, answers, strict=False):
+    for user, answer in (*conversation.history, *zip(conversation.turns, answers, strict=False)):
         chat += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
     return [*chat, {"role": "user", "content": conversation.turns[len(answers)]}]
 

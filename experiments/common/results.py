@@ -8,9 +8,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 import jax
 
@@ -58,25 +59,21 @@ def check_output(directory: Path | None) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write beside and rename, so that a file of this name is always whole."""
-    name = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as f:
-            name = f.name
-            json.dump(content, f, indent=1, ensure_ascii=False, allow_nan=False)
-            f.write("\n")
-        os.chmod(name, 0o666 & ~_umask())  # a temporary file is its owner's alone
-        os.replace(name, path)
-        name = None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
+    """Strict JSON: numbers that are none are refused."""
+
+    def write(file: IO[str]) -> None:
+        json.dump(content, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+
+    _write_whole(path, "w", write)
+
+
+def write_text(path: Path, text: str) -> None:
+    _write_whole(path, "w", lambda file: file.write(text))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    _write_whole(path, "wb", lambda file: file.write(data))
 
 
 def cpu_count() -> int:
@@ -114,6 +111,28 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _write_whole(path: Path, mode: Literal["w", "wb"], write: Callable[[IO[Any]], Any]) -> None:
+    """Write beside and rename, so that a file of this name is always whole."""
+    name = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        encoding = "utf-8" if mode == "w" else None
+        with tempfile.NamedTemporaryFile(
+            mode, dir=path.parent, prefix=f".{path.name}.", delete=False, encoding=encoding
+        ) as f:
+            name = f.name
+            write(f)
+        os.chmod(name, 0o666 & ~_umask())  # a temporary file is its owner's alone
+        os.replace(name, path)
+        name = None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        if name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 def _umask() -> int:

@@ -1,4 +1,4 @@
-"""Random weights in the shapes of known models: their step times can be told without a checkpoint."""
+"""The target of a script: by name, or random weights in the shape of a known model, which tell its step times too."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+import specjax
 from specjax import InputError, Target
 from specjax.models.config import ModelConfig
 from specjax.models.decoder import Decoder
@@ -61,6 +62,13 @@ def shape_config(name: str) -> ModelConfig:
         "rms_norm_eps": 1e-6,
     }
     return ModelConfig.from_hf(raw, name)
+
+
+def load_target(name: str, dtype: str, random_config: str | None = None) -> Target:
+    """The target by its name, or a random one of a named shape; float32 is multiplied as float32 from now on."""
+    if dtype == "float32":  # else accelerators multiply it in shorter formats, and texts fork
+        jax.config.update("jax_default_matmul_precision", "highest")
+    return specjax.load(name, dtype=dtype) if random_config is None else random_target(random_config, dtype)
 
 
 def random_target(name: str, dtype: str) -> Target:

@@ -1,14 +1,23 @@
-"""Decoding states to measure from, as `specjax.generate` makes them."""
+"""Prompts and decoding states to measure from, as `specjax.generate` makes them."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
+from common.prompts import prompt_ids, read_prompts
 
-from specjax import DecodeState, Drafter, Sampling, decode
+from specjax import DecodeState, Drafter, Sampling, Target, decode
 from specjax.job import BUCKET, lay_out
 from specjax.stops import make_stops
+
+
+def prompts_for(target: Target, batch_size: int) -> list[list[int]]:
+    """The *rewrite* prompts, again and again for a larger batch; arbitrary tokens for a target without a tokenizer."""
+    if target.tokenizer is None:
+        return [[(7 * i * i + 13 * row) % target.model.vocab_size for i in range(150)] for row in range(batch_size)]
+    ids = [prompt_ids(target, conversation) for conversation in read_prompts(tasks=["rewrite"])]
+    return [ids[row % len(ids)] for row in range(batch_size)]
 
 
 def prefill_program(

@@ -1,5 +1,6 @@
 """Draft model: a smaller language model of the same vocabulary drafts a chain."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -114,49 +115,22 @@ class DraftModel:
         model = self.over(context.model)
         cache, hidden = self.catch_up(model, memory, context)
 
-        def draft_one(carry: tuple[KVCache, Array, Array], i: Array) -> tuple[tuple[KVCache, Array, Array], Any]:
-            cache, hidden, path = carry
-            token, law = self.pick(model, hidden, path, i, context)
+        def feed(cache: KVCache, token: Array, i: Array) -> tuple[KVCache, Array]:
             at = context.length + i
             output = read(context, model, token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
-            return (write(cache, output.block, at), output.hidden, path.at[:, i].set(token)), law
+            return write(cache, output.block, at), output.hidden
 
-        path = jnp.zeros((batch, k), jnp.int32)
-        carry, laws = jax.lax.scan(draft_one, (cache, hidden, path), jnp.arange(k - 1))
-        cache, hidden, path = carry
+        def scores(hidden: Array) -> Scores:
+            return scores_of(model, hidden, context.model.vocab_size)
+
         # the last drafted token is not fed: the next `propose` does it if it is accepted
-        token, law = self.pick(model, hidden, path, jnp.int32(k - 1), context)
-        path = path.at[:, k - 1].set(token)
-        q = None if law is None else jnp.concatenate([jnp.moveaxis(laws, 0, 1), law[:, None]], axis=1)
-        sound = jnp.cumprod(path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
-        fed = jnp.concatenate([context.pending[:, None], path[:, : k - 1]], axis=1)
-        return chain(path, sound, q), Memory(cache, context.length - 1, fed, context.length - 1)
+        draft, cache = draft_chain(k, hidden, cache, feed, scores, context, self.sample)
+        fed = jnp.concatenate([context.pending[:, None], draft.tokens[:, : k - 1]], axis=1)
+        return draft, Memory(cache, context.length - 1, fed, context.length - 1)
 
     def over(self, target: TargetModel) -> TargetModel:
         """The model that drafts for this target."""
         return self.model.over(target) if isinstance(self.model, SmallDecoder) else self.model
-
-    def pick(
-        self,
-        model: TargetModel,
-        hidden: Float[Array, "B 1 M"],
-        path: Int[Array, "B N"],
-        i: Int[Array, ""],
-        context: Context,
-    ) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
-        """Draft token i after `path[:, :i]`, and the law it was drawn from (None if it was not drawn)."""
-        size, rules = context.model.vocab_size, context.rules
-        scores = scores_of(model, hidden, size).readable(rules)
-        values, text = scores.values[:, 0], context.text(path, jnp.full(path.shape[0], i, jnp.int32))
-        law = None
-        if self.sample and rules.drawn:
-            law = distribution(values, rules, text)
-            uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))(context.key)
-            index = categorical(law, uniform)
-            law = scores.spread(law, 0.0)
-        else:  # filters never drop the most likely token
-            index = argmax(process(values, replace(rules, filters=()), text))
-        return jnp.where(index < values.shape[-1], scores.tokens(index), size), law
 
     def catch_up(self, model: TargetModel, memory: Memory, context: Context) -> tuple[KVCache, Float[Array, "B 1 M"]]:
         """Feed every committed token that the cache lacks, the pending one included; return the state after the latter.
@@ -215,6 +189,62 @@ class DraftModel:
         agree = (memory.fed == text) & (slots < context.length[:, None] - 1)
         run = jnp.cumprod(agree.astype(jnp.int32), axis=1).sum(-1)
         return replace(memory, valid=jnp.maximum(memory.valid, memory.base + run))
+
+
+def draft_chain(
+    num_draft_tokens: int,
+    hidden: Float[Array, "B 1 M"],
+    state: Any,
+    feed: Callable[[Any, Int[Array, "B"], Int[Array, ""]], tuple[Any, Float[Array, "B 1 M"]]],
+    scores: Callable[[Float[Array, "B 1 M"]], Scores],
+    context: Context,
+    sample: bool,
+) -> tuple[Draft, Any]:
+    """A chain of one token or more, drafted one after the other; the last one is not fed.
+
+    Args:
+        hidden: what the first token is read out of: the state at the pending token.
+        state: whatever `feed` carries along.
+        feed: `(state, token, i) -> (state, hidden)` after draft token i, which stands at `context.length + i`.
+        scores: of the tokens after a hidden state.
+        sample: draw the tokens where the temperature is above 0.
+
+    Returns:
+        The draft, and the state after all tokens but the last.
+    """
+    batch, k = context.length.shape[0], num_draft_tokens
+
+    def draft_one(carry: tuple[Any, Array, Array], i: Array) -> tuple[tuple[Any, Array, Array], Any]:
+        state, hidden, path = carry
+        token, law = pick(scores(hidden), path, i, context, sample)
+        state, hidden = feed(state, token, i)
+        return (state, hidden, path.at[:, i].set(token)), law
+
+    carry, laws = jax.lax.scan(draft_one, (state, hidden, jnp.zeros((batch, k), jnp.int32)), jnp.arange(k - 1))
+    state, hidden, path = carry
+    token, law = pick(scores(hidden), path, jnp.int32(k - 1), context, sample)
+    path = path.at[:, k - 1].set(token)
+    q = None if law is None else jnp.concatenate([jnp.moveaxis(laws, 0, 1), law[:, None]], axis=1)
+    sound = jnp.cumprod(path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
+    return chain(path, sound, q), state
+
+
+def pick(
+    scores: Scores, path: Int[Array, "B N"], i: Int[Array, ""], context: Context, sample: bool
+) -> tuple[Int[Array, "B"], Float[Array, "B V"] | None]:
+    """Draft token i after `path[:, :i]`, and the law it was drawn from (None if it was not drawn)."""
+    size, rules = context.model.vocab_size, context.rules
+    scores = scores.readable(rules)
+    values, text = scores.values[:, 0], context.text(path, jnp.full(path.shape[0], i, jnp.int32))
+    law = None
+    if sample and rules.drawn:
+        law = distribution(values, rules, text)
+        uniform = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))(context.key)
+        index = categorical(law, uniform)
+        law = scores.spread(law, 0.0)
+    else:  # filters never drop the most likely token
+        index = argmax(process(values, replace(rules, filters=()), text))
+    return jnp.where(index < values.shape[-1], scores.tokens(index), size), law
 
 
 def scores_of(model: TargetModel, hidden: Float[Array, "B 1 M"], vocab_size: int) -> Scores:

@@ -1,10 +1,7 @@
-"""What EAGLE's networks are: their shapes, the layers whose features they take, the draft vocabulary."""
+"""What EAGLE's networks are: their shapes, and the layers whose features they take."""
 
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-from jaxtyping import Int
 
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
@@ -105,29 +102,3 @@ def plain_layer(target: ModelConfig) -> ModelConfig:
         attention_scale=target.head_dim**-0.5,
         moe=None,
     )
-
-
-def offsets(tokens: Any) -> Int[np.ndarray, "Vd"]:
-    """`d2t` of a draft vocabulary: the target's ids, ascending, minus their places 0, 1, 2 and so on."""
-    ids = np.sort(np.asarray(tokens, np.int64))
-    return ids - np.arange(len(ids))
-
-
-def checked_d2t(d2t: Any, draft_vocab_size: int, vocab_size: int) -> Int[np.ndarray, "Vd"]:
-    """Raises InputError unless `d2t` maps a draft vocabulary of that size one to one into the target's."""
-    if d2t is None:
-        if draft_vocab_size != vocab_size:
-            raise InputError(
-                f"d2t is missing: a draft vocabulary of {draft_vocab_size} tokens out of {vocab_size} needs the "
-                "mapping it was trained with"
-            )
-        d2t = np.zeros(vocab_size, np.int64)
-    d2t = np.asarray(d2t, np.int64)
-    if d2t.shape != (draft_vocab_size,):
-        raise InputError(f"d2t: expected {draft_vocab_size} offsets, one a draft token, got shape {d2t.shape}")
-    ids = d2t + np.arange(draft_vocab_size)
-    if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
-        raise InputError(
-            f"d2t: offsets must send the draft ids to different ids below {vocab_size} (target id = draft id + offset)"
-        )
-    return d2t

@@ -17,9 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets, plain_layer
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, plain_layer
 from specjax.drafters.vocabulary import Buffer as Buffer
-from specjax.drafters.vocabulary import DraftVocabulary
+from specjax.drafters.vocabulary import DraftVocabulary, offsets
 from specjax.errors import InputError
 from specjax.models import layers as F
 from specjax.models.config import ModelConfig

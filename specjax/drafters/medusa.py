@@ -18,8 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from specjax.drafters.eagle_config import offsets
-from specjax.drafters.vocabulary import DraftVocabulary, head_of, logits_of
+from specjax.drafters.vocabulary import DraftVocabulary, head_of, logits_of, offsets
 from specjax.errors import InputError
 from specjax.models.decoder import Make
 from specjax.models.interface import TargetModel

@@ -19,9 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
-from specjax.drafters.eagle_config import offsets
 from specjax.drafters.eagle_networks import random_make
-from specjax.drafters.vocabulary import DraftVocabulary, Scores
+from specjax.drafters.vocabulary import DraftVocabulary, Scores, offsets
 from specjax.errors import InputError
 from specjax.models import layers as F
 from specjax.models.config import ModelConfig

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.drafters.eagle_config import checked_d2t
 from specjax.errors import InputError
 from specjax.models.decoder import Decoder
 from specjax.models.interface import TargetModel
@@ -48,6 +48,32 @@ class DraftVocabulary:
 
     def _ids(self) -> Int[Array, "Vd"]:
         return jnp.arange(self.vocab_sizes[0]) + self.d2t[...]
+
+
+def offsets(tokens: Any) -> Int[np.ndarray, "Vd"]:
+    """`d2t` of a draft vocabulary: the target's ids, ascending, minus their places 0, 1, 2 and so on."""
+    ids = np.sort(np.asarray(tokens, np.int64))
+    return ids - np.arange(len(ids))
+
+
+def checked_d2t(d2t: Any, draft_vocab_size: int, vocab_size: int) -> Int[np.ndarray, "Vd"]:
+    """Raises InputError unless `d2t` maps a draft vocabulary of that size one to one into the target's."""
+    if d2t is None:
+        if draft_vocab_size != vocab_size:
+            raise InputError(
+                f"d2t is missing: a draft vocabulary of {draft_vocab_size} tokens out of {vocab_size} needs the "
+                "mapping it was trained with"
+            )
+        d2t = np.zeros(vocab_size, np.int64)
+    d2t = np.asarray(d2t, np.int64)
+    if d2t.shape != (draft_vocab_size,):
+        raise InputError(f"d2t: expected {draft_vocab_size} offsets, one a draft token, got shape {d2t.shape}")
+    ids = d2t + np.arange(draft_vocab_size)
+    if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
+        raise InputError(
+            f"d2t: offsets must send the draft ids to different ids below {vocab_size} (target id = draft id + offset)"
+        )
+    return d2t
 
 
 def logits_of(target: TargetModel, hidden: Float[Array, "B T M"], ids: Int[Array, "Vd"] | None) -> Array:

@@ -176,8 +176,8 @@ class Layer(nnx.Module):
         Args:
             x: the residual stream.
             earlier: keys and values `[B, K, E, D]` that are not in the cache; the block mask is then `[B, T, E + T]`,
-                these first. Only for layers without a window, which goes by the positions of the block alone. Or the
-                earlier steps of an unrolled text.
+                these first. `View.make` masks by the positions of the block alone, so a layer with a window needs a
+                view with masks of its own. Or the earlier steps of an unrolled text.
             reads: what attention reads instead of the residual stream.
         """
         c = self.config

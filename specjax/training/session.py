@@ -36,6 +36,7 @@ from specjax.training.loop import Outcome, Run, train
 from specjax.training.mesh import parse_mesh
 from specjax.training.optimizers import Optimization
 from specjax.training.rendering import Rendered, Renderer
+from specjax.training.state import likely_dtype
 from specjax.training.supervised import room
 from specjax.training.synthesis import FromNothing, Recipe, num_texts, synthesize
 from specjax.trees import StaticTree
@@ -75,7 +76,7 @@ class Plan:
     """New tokens a held-out prompt."""
     epochs: float = 1.0
     """How often the data is gone through."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Rows of a step."""
     accumulation: int = 1
     """Micro-batches of a step: less memory, the same gradient."""
@@ -92,8 +93,9 @@ class Plan:
     """Of stored features."""
     features_budget: float = 20.0
     """The most that stored features may take, in GiB."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the drafter's training step; its parameters are float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the drafter's training step; its parameters are float32. By itself bfloat16 where the device is faster with
+    it."""
     target_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the target while training; tokens per call are measured in it too."""
     mesh: str | None = None
@@ -197,7 +199,7 @@ class Session:
             save_every=p.save_every,
             seed=p.seed,
             mesh=p.mesh,
-            compute_dtype=p.compute_dtype,
+            compute_dtype=likely_dtype() if p.compute_dtype == "auto" else p.compute_dtype,
         )
         features_of = self.stored(objective) if p.features == "stored" and objective.features else None
         if not Checkpoints.begun(p.output):

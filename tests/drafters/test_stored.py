@@ -17,12 +17,13 @@ import specjax
 from specjax import testing
 from specjax.decode import context
 from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.drafters.stored import fingerprint, load_drafter, save_drafter, saving
+from specjax.drafters.vocabulary import offsets
 from specjax.errors import CheckpointError
 from specjax.trees import chain_tree, static_tree
 

@@ -15,12 +15,13 @@ from tokenizers import Tokenizer, models
 import specjax
 from specjax import testing
 from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.drafters.stored import load_drafter, save_drafter
+from specjax.drafters.vocabulary import offsets
 from specjax.errors import CheckpointError, InputError, SpecjaxError
 from specjax.trees import chain_tree, static_tree
 

@@ -19,6 +19,8 @@ def test_names_and_settings():
     assert parse_drafter("plain").make(target).drafter == specjax.Plain()
     assert parse_drafter("prompt-lookup").make(target).drafter == specjax.PromptLookup()
     assert parse_drafter("recycling:k=9,fresh=2").make(target).drafter == specjax.TokenRecycling(9, fresh=2)
+    lookahead = parse_drafter("lookahead:W=4,N=3,G=2,seed_prompt=false").make(target).drafter
+    assert lookahead == specjax.LookaheadDecoding(4, ngram=3, guesses=2, seed_prompt=False)
     suffix = parse_drafter("suffix:k=5,factor=1.5,min_probability=0.2,min_match=1,max_match=8").make(target)
     expected = specjax.SuffixDecoding(5, factor=1.5, min_probability=0.2, min_match=1, max_match=8)
     assert (suffix.drafter, suffix.num_draft_tokens) == (expected, 5)
@@ -59,8 +61,9 @@ def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
         ("prompt-lookup:8", "'8' is no setting; expected key=value"),
         ("prompt-lookup:max_ngram=2,min_ngram=3", "min_ngram: expected at most"),
         ("plain:k=1", "unknown setting 'k'; plain has no settings"),
-        ("draft-model", "expected draft-model:PATH"),
-        ("draft-model:k=3", "expected draft-model:PATH"),
+        ("eagle", "expected eagle:PATH"),
+        ("eagle:k=3", "expected eagle:PATH"),
+        ("eagle3:a", "'a' is no setting"),
         ("draft-model:a,b", "expected draft-model:PATH with one path"),
         ("draft-model:a,sample=maybe", "sample is 'maybe'; expected true or false"),
     ],

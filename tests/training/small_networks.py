@@ -1,9 +1,10 @@
 """Random networks for a random target of few tokens, so that they are right now and then."""
 
 from specjax import testing
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.medusa import MedusaConfig, MedusaHeads
+from specjax.drafters.vocabulary import offsets
 
 V, WORDS = 12, [1, 2, 4, 6, 9, 11]
 LAYERS = (0, 1, 2)

@@ -20,6 +20,7 @@ import eagle
 import medusa
 
 SETTINGS = ["--length", "32", "--batch-size", "2", "--held-out", "3", "--held-out-tokens", "12", "--epochs", "0.5"]
+SETTINGS += ["--compute-dtype", "float32"]  # the tokens per call of both kinds are compared
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from specjax.models.decoder import Decoder
 from specjax.models.files import CONFIG, WEIGHTS, read_json
 from specjax.models.keys import Keys
 from specjax.models.target import Target, dtype_name, load
+from specjax.shipped import SHIPPED, shipped_path
 
 _CLASSES: dict[str, type[Drafter]] = {
     "eagle1": Eagle,
@@ -46,7 +47,7 @@ def load_drafter(
     from safetensors only.
 
     Args:
-        path: the directory.
+        path: the directory, or the name of a drafter that comes with specjax: see `specjax.shipped`.
         target: what `specjax.load` returns; the drafter must have been made for it.
         dtype: of the network's weights and computation, "float32", "bfloat16" or "float16".
         mesh: a `jax.sharding.Mesh` to place the weights on; None for the default device.
@@ -68,11 +69,13 @@ def load_drafter(
     if not isinstance(target, Target):
         raise InputError(f"target: expected what specjax.load returns, got {type(target).__name__}")
     dtype = dtype_name(dtype)
-    folder = Path(path).expanduser()
+    folder = shipped_path(path) or Path(path).expanduser()
     if folder.suffix == ".gguf" and folder.is_file():
         return _draft_model(folder, target, dtype, mesh, {}, settings)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such directory; expected one with config.json and {WEIGHTS}")
+        raise CheckpointError(
+            f"{folder}: no such directory; expected one with config.json and {WEIGHTS}, or {' or '.join(SHIPPED)}"
+        )
     keys = Keys(read_json(folder / CONFIG), str(folder / CONFIG))
     own = configs.section(keys)
     if own is None:
