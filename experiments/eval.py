@@ -23,7 +23,7 @@ from common.options import check_least, check_seed, settings_of
 from common.prompts import read_prompts
 from common.results import check_output, provenance, write_json
 from common.summary import DEFINITIONS, fork_of
-from common.trace import rounds_as_data, rounds_as_text
+from common.trace import ids_of, rounds_as_data, rounds_as_text, token_texts
 from measure.comparison import Measured, compare
 from measure.shapes import load_target
 from rich.table import Table
@@ -135,7 +135,7 @@ def main() -> int:
     if options.output is not None:
         where = provenance(target, warm_up_seconds=measured.warm_up_seconds, total_seconds=seconds)
         file = options.output / "results.json"
-        write_json(file, as_data(options, measured, where))
+        write_json(file, as_data(options, target, measured, where))
         show(f"Written to {file}.")
     return exit_status(measured.faults)
 
@@ -203,7 +203,7 @@ def report(options: Options, target: Target, drafters: Sequence[Named], measured
     return tables
 
 
-def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict[str, Any]:
+def as_data(options: Options, target: Target, measured: Measured, where: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json."""
     prompts: dict[tuple[int, int, int], dict[str, Any]] = {}
     for call in measured.calls:
@@ -241,6 +241,7 @@ def as_data(options: Options, measured: Measured, where: dict[str, Any]) -> dict
         "runs": measured.runs,
         "totals": measured.totals,
         "prompts": list(prompts.values()),
+        "tokens": {str(i): text for i, text in token_texts(target.tokenizer, ids_of(prompts.values())).items()},
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import specjax
 from specjax import decode, testing
+from specjax.ladder import ladder
 from specjax.sampling import Sampling
 from specjax.testing import Replay
 

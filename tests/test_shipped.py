@@ -56,5 +56,5 @@ def test_they_are_small() -> None:
 
 def test_names(target: specjax.Target) -> None:
     assert shipped_path("eagle3/") is None
-    with pytest.raises(CheckpointError, match=r"no such directory; .* or eagle3 or medusa or draft-model"):
+    with pytest.raises(CheckpointError, match="no such directory"):
         specjax.load_drafter("eagle9", target)

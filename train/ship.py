@@ -2,7 +2,7 @@
 
     python train/ship.py runs/eagle3 eagle3
 
-For maintainers. `specjax.load_drafter("eagle3", specjax.load())` then loads it.
+For maintainers. `specjax.load_drafter("eagle3", specjax.load())` then loads it, once its name is in `specjax.shipped`.
 """
 
 import json
@@ -41,7 +41,7 @@ def main(settings: Annotated[Settings, tyro.conf.arg(name="")]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     folder = shipped_path(settings.name)
     if folder is None:
-        raise InputError(f"{settings.name!r}: expected one of {', '.join(SHIPPED)}")
+        raise InputError(f"{settings.name!r}: expected one of the names in specjax/shipped: {SHIPPED}")
     trained = settings.run / "drafter"
     target = specjax.load()
     drafter = specjax.load_drafter(trained, target)

@@ -1,7 +1,9 @@
-"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `eagle3:depth=6,top_k=8,total=32`,
-`eagle:PATH,k=5`.
+"""Drafters on the command line: `plain`, `prompt-lookup:k=8,max_ngram=3`, `eagle:PATH,k=5`,
+`eagle:PATH,depth=6,top_k=8,total=32`, `combined:prompt-lookup:k=4;suffix`.
 
 A name, then after a colon its settings, separated by commas; what has no `=` is the path. `KINDS` has one entry each.
+After `combined:` come drafters like these, separated by semicolons (which shells want quoted), and settings of the
+combination: what has its `=` before any colon, as in `combined:total=32;prompt-lookup:k=4;suffix`.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,15 +83,12 @@ class Kind:
     """A kind of drafter: its settings, and how it is made of them.
 
     Attributes:
-        make: of the target, the dtype and the settings; the path comes third where there is one.
-        takes_path: whether one can be given.
-        path: the one it has without; None where it has to be given.
+        make: of the target, the dtype and the settings; the path comes third where `takes_path`.
     """
 
     settings: dict[str, Setting]
     make: Callable[..., Drafter]
     takes_path: bool = False
-    path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Asked:
             InputError: settings that do not go together, or a drafter of another kind or for another target.
         """
         kind = KINDS[self.kind]
-        where = [self.path or kind.path] if kind.takes_path or kind.path else []
+        where = [self.path] if kind.takes_path else []
         return Named(self.label, self.kind, kind.make(target, dtype, *where, **self.settings))
 
 
@@ -131,6 +130,11 @@ def _stored(kind: type[Drafter], name: str) -> Callable[..., Drafter]:
     return make
 
 
+def _combined(target: Target, dtype: str, parts: Sequence[Asked], **settings: Any) -> Drafter:
+    return specjax.Combined([part.make(target, dtype).drafter for part in parts], **settings)
+
+
+COMBINED = "combined"
 GROWN = ("depth", "top_k", "total")
 EAGLE = {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")} | {key: whole(key, 1) for key in GROWN}
 KINDS = {
@@ -148,11 +152,9 @@ KINDS = {
         {"k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")},
         _stored(DraftModel, "draft-model"),
         takes_path=True,
-        path="draft-model",
     ),
-    "medusa": Kind({"k": whole("num_draft_tokens", 1)}, _stored(Medusa, "medusa"), takes_path=True, path="medusa"),
+    "medusa": Kind({"k": whole("num_draft_tokens", 1)}, _stored(Medusa, "medusa"), takes_path=True),
     "eagle": Kind(EAGLE, _stored(Eagle, "eagle"), takes_path=True),
-    "eagle3": Kind(EAGLE, _stored(Eagle, "eagle3"), path="eagle3"),
     "recycling": Kind(
         {
             "k": whole("k", 1),
@@ -182,6 +184,11 @@ KINDS = {
         },
         lambda target, dtype, **settings: specjax.LookaheadDecoding(**settings),
     ),
+    "early-exit": Kind(
+        {"layers": whole("layers", 1), "k": whole("num_draft_tokens", 1), "sample": yes_or_no("sample")},
+        lambda target, dtype, layers=None, **settings: specjax.EarlyExit(layers, **settings),
+    ),
+    COMBINED: Kind({"total": whole("total", 1)}, _combined),
 }
 
 
@@ -197,6 +204,13 @@ def parse_drafter(text: str) -> Asked:
     kind = KINDS[name]
     settings: dict[str, Any] = {}
     paths = []
+    if name == COMBINED:
+        pieces = [piece for piece in rest.split(";") if piece]
+        own = [piece for piece in pieces if "=" in piece.partition(":")[0]]
+        settings["parts"] = tuple(parse_drafter(piece) for piece in pieces if piece not in own)
+        rest = ",".join(own)
+        if len(settings["parts"]) < 2:
+            raise InputError(f"{text}: expected two drafters or more, such as {COMBINED}:prompt-lookup:k=4;suffix")
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
@@ -211,7 +225,7 @@ def parse_drafter(text: str) -> Asked:
             settings[setting.argument] = setting.read(value)
         except (ValueError, KeyError):
             raise InputError(f"{text}: {key} is {value!r}; expected {setting.expected}") from None
-    if kind.takes_path and (len(paths) > 1 or not (paths or kind.path)):
+    if kind.takes_path and len(paths) != 1:
         raise InputError(f"{text}: expected {name}:PATH with one path or model name, and settings like k=4")
     if paths and not kind.takes_path:
         raise InputError(f"{text}: {paths[0]!r} is no setting; expected key=value")

@@ -165,7 +165,8 @@ class Adaptive:
         """Whether any draft could pay for itself, drafting included; a chain stands for it, since nothing is drafted
         yet.
         """
-        chance = jnp.minimum(self._chances(memory).sum(-1), 1.0)
+        known = (memory.offered > 0).at[:, 0].set(True)  # a drafter of chains has no second siblings
+        chance = jnp.minimum(jnp.where(known, self._chances(memory), 0.0).sum(-1), 1.0)
         running = context.running.astype(jnp.float32)
         best = jnp.float32(0.0)
         for at, nodes in enumerate(self.costs.nodes[1:], start=1):

@@ -53,6 +53,9 @@ class Combined:
             object.__setattr__(self, "parts", tuple(self.parts))
         if not isinstance(self.parts, tuple) or len(self.parts) < 2:
             raise InputError(f"parts: expected two drafters or more, got {self.parts!r}")
+        for part in self.parts:
+            if isinstance(part, type) or not callable(getattr(part, "propose", None)):
+                raise InputError(f"parts: expected drafters, got {part!r}")
         if self.total is not None:
             check_whole("total", self.total, 1)
         check_block_sizes(self.block_sizes)

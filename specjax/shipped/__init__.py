@@ -1,14 +1,13 @@
-"""Drafters that come with specjax: small ones, for its built-in target, trained by the scripts in `train/`.
+"""Drafters that come with specjax, for its built-in target: what `train/ship.py` puts here.
 
-    drafter = specjax.load_drafter("eagle3", specjax.load())
-
-Each is a directory as `save_drafter` writes it, whose README.md has its recipe, its log and its figures.
+Each is a directory as `save_drafter` writes it, whose README.md has its recipe and its figures, with the log of its
+training. `specjax.load_drafter` loads them by name. There is none yet.
 """
 
 import os
 from pathlib import Path
 
-SHIPPED = ("eagle3", "medusa", "draft-model")
+SHIPPED: tuple[str, ...] = ()
 
 
 def shipped_path(name: str | os.PathLike[str]) -> Path | None:

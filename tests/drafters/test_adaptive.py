@@ -1,6 +1,6 @@
 """Speculation that adapts: the blocks it chooses where the best is known, and the same text."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -61,7 +61,7 @@ def test_the_block_that_pays_most(drafter: Any, verify: list[float], expected: i
     assert (later == expected).mean() >= 0.85, found
 
 
-@pytest.mark.parametrize(("chance", "slope"), [(0.8, 0.08), (0.6, 0.15), (0.35, 0.25)])
+@pytest.mark.parametrize(("chance", "slope"), [(0.8, 0.08), pytest.param(0.35, 0.25, marks=pytest.mark.slow)])
 def test_as_many_tokens_a_second_as_the_best_block(chance: float, slope: float) -> None:
     """Guesses that are right with a known chance, on costs that grow with the block: at most 5% less than the best."""
     drafter = Coin(7, block_sizes=SIZES, chance=chance)
@@ -91,19 +91,12 @@ def test_a_draft_that_costs_too_much_is_not_made() -> None:
     assert (np.diff(tries) == [9, 17, 33][: len(tries) - 1]).all(), tries
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["one", "ragged"])
-def test_greedy_text_is_plain_decodings(prompts: Any) -> None:
-    """With EOS inside a block and at the end of the context, and nothing compiled twice."""
-    plain = specjax.generate(TARGET, prompts, max_new_tokens=40)
-    eos = plain.token_ids[0][10]
-    stopping = replace(TARGET, eos_token_ids=(eos,))
+@pytest.mark.parametrize("ragged", [False, True])
+def test_greedy_text_is_plain_decodings(check_greedy: Any, ragged: bool) -> None:
+    """With EOS inside a block, and at the end of the context."""
     drafter = Coin(7, block_sizes=SIZES)
     adaptive = Adaptive(drafter, Costs.of(drafter, [1, 1.1, 1.3, 1.6]))
-    for target, tokens in ((stopping, 40), (TARGET, 10_000)):
-        expected = specjax.generate(target, prompts, max_new_tokens=tokens)
-        found = specjax.generate(target, prompts, drafter=adaptive, max_new_tokens=tokens)
-        assert found.token_ids == expected.token_ids
-        assert found.finish_reasons == expected.finish_reasons
+    check_greedy(adaptive, *([] if ragged else [[[1, 2, 3]]]))
 
 
 @pytest.mark.parametrize("siblings", ["s", "ss"])
@@ -112,9 +105,9 @@ def test_law(siblings: str) -> None:
     drafter = TableTree.random(depth=3 if siblings == "s" else 2, siblings=siblings)
     steps = len(Costs.of(drafter, [1.0] * len(specjax.costs.ladder(drafter))).nodes)
     adaptive = Adaptive(drafter, Costs.of(drafter, [1 + 0.35 * i for i in range(steps)]), patience=1, most_patience=2)
-    result = testing.law_test(testing.TableModel.random(4), adaptive, num_tokens=4, samples=60_000, rows=6000)
+    result = testing.law_test(testing.TableModel.random(4), adaptive, num_tokens=4, samples=24_000, rows=4000)
     assert result.passed, result
-    few = testing.law_test(testing.TableModel.random(4), adaptive, num_tokens=4, samples=4000, rows=4)
+    few = testing.law_test(testing.TableModel.random(4), adaptive, num_tokens=4, samples=2000, rows=4)
     assert few.passed, few
 
 

@@ -90,21 +90,12 @@ def test_every_part_keeps_up_with_the_text(few: Any, prompts: Any) -> None:
     drafter = whole(parts)
     job = specjax.prepare(few, [*prompts, [2, 6]], drafter, max_new_tokens=30)
     state = job.prefill()
-    options = {"rules": state.rules, "stops": state.stops, "longest": 55}
-
-    @jax.jit
-    def fresh(state: Any) -> Any:
-        return decode.prefill(few.model, drafter, state.tokens, state.length, state.limit, key=state.key, **options)
-
-    @jax.jit
-    def proposals(memory: Any, state: Any) -> list[Draft]:
-        seen = decode.context(few.model, state)
-        return [part.propose(own, seen)[0] for part, own in zip(parts, memory, strict=True)]
-
     mine, others = np.zeros(len(parts), int), np.zeros(len(parts), int)
     for _ in range(12):
         running = np.flatnonzero(state.running)
-        found, expected = (proposals(memory, state) for memory in (state.memory, fresh(state).memory))
+        found, expected = (
+            proposals(few.model, drafter, m, state) for m in (state.memory, fresh(few.model, drafter, state))
+        )
         state, info = job.step(state)
         accepted, committed = np.asarray(info.path.accepted), np.asarray(info.path.tokens)
         for number, part in enumerate(parts):
@@ -115,13 +106,28 @@ def test_every_part_keeps_up_with_the_text(few: Any, prompts: Any) -> None:
                 way = tuple(committed[row, : accepted[row]].tolist())
                 mine[number] += bool(way) and way in own
                 others[number] += bool(way) and way[:1] not in own
+        matrix, pool = np.asarray(state.memory[2]), np.asarray(state.memory[8].pool)
         for row in np.flatnonzero(np.asarray(info.count) > 0):
-            *_, last, pending = np.asarray(state.tokens)[row, : int(state.length[row])]
-            assert state.memory[2][row, last, 0] == pending
-            assert (np.asarray(state.memory[8].pool)[row, :, :, 0] == pending).any() or len(prompts) == row
+            text = np.asarray(state.tokens)[row, : int(state.length[row])].tolist()
+            assert matrix[row, text[-2], 0] == text[-1]
+            assert len(text) < 3 or text[-2:] in pool[row, text[-3]].tolist()
     print(f"\naccepted, from the part itself and from others only: {mine.tolist()}, {others.tolist()}")
     assert (mine > 0).sum() >= 7
     assert (others > 5).all()
+
+
+@jax.jit
+def fresh(model: Any, drafter: Any, state: Any) -> Any:
+    """The memory after a prompt that is the text so far."""
+    rest = {"rules": state.rules, "stops": state.stops, "key": state.key, "longest": 55}
+    return decode.prefill(model, drafter, state.tokens, state.length, state.limit, **rest).memory
+
+
+@jax.jit
+def proposals(model: Any, drafter: Combined, memory: Any, state: Any) -> list[Draft]:
+    """What each part proposes."""
+    seen = decode.context(model, state)
+    return [part.propose(own, seen)[0] for part, own in zip(drafter.parts, memory, strict=True)]
 
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
@@ -177,7 +183,7 @@ def test_merging_one_node_after_the_other(drawn: tuple[bool, ...], kept: int) ->
             if is_drawn:
                 np.testing.assert_array_equal(merged.q[row, i], q)
     assert folded > 30
-    assert moved > 10 or not any(drawn)
+    assert moved > 5 or not any(drawn)
 
 
 def test_nothing_to_merge() -> None:
@@ -194,13 +200,8 @@ def test_total_keeps_the_first_parts_nodes(few: Any, prompts: Any) -> None:
     job = specjax.prepare(few, prompts, Combined(parts, total=6), max_new_tokens=30)
     assert (job.drafter.num_nodes, job.drafter.max_depth) == (6, 3)
     state, cut = job.prefill(), 0
-    proposals = jax.jit(lambda state: [p.propose(m, decode.context(few.model, state))[0] for p, m in both(state)])
-
-    def both(state: Any) -> Any:
-        return zip(parts, state.memory, strict=True)
-
     for _ in range(8):
-        own, room = proposals(state), np.asarray(state.limit - state.length)
+        own, room = proposals(few.model, job.drafter, state.memory, state), np.asarray(state.limit - state.length)
         running = np.flatnonzero(state.running)
         state, info = job.step(state)
         for row in running:
@@ -280,7 +281,7 @@ def test_law_of_a_cut_tree(check_law: Any) -> None:
 
 def test_each_part_gets_its_own_probes() -> None:
     """The target's logits at both parts' probes, behind nodes that were folded and nodes that were not: those of the
-    table after the tokens that each probe sees. (A wrong mask or position makes them NaN.)
+    table after the tokens that each probe sees. A wrong mask or position makes them NaN.
     """
     target = testing.tiny_target(testing.TableModel.random(12, seed=3))
     prompts = [[5, 6, 5], [9]]
@@ -347,6 +348,8 @@ def test_block_sizes_are_those_of_the_parts() -> None:
     [
         (lambda: Combined([LOOKUP]), "parts: expected two drafters or more"),
         (lambda: Combined(LOOKUP), "parts: expected two drafters or more"),
+        (lambda: Combined([LOOKUP, "suffix"]), "parts: expected drafters, got 'suffix'"),
+        (lambda: Combined([LOOKUP, specjax.PromptLookup]), "parts: expected drafters, got <class"),
         (lambda: Combined([LOOKUP, LOOKUP], total=0), "total: expected a whole number of at least 1"),
         (lambda: Combined([LOOKUP, LOOKUP], block_sizes=[3]), "block_sizes: expected a tuple"),
     ],
@@ -357,8 +360,6 @@ def test_bad_settings(make: Any, message: str) -> None:
 
 
 def test_parts_are_checked(few: Any) -> None:
-    with pytest.raises(InputError, match="expected an object with init, propose and update, got 'prompt-lookup'"):
-        specjax.prepare(few, [[1]], Combined([LOOKUP, "prompt-lookup"]))
     with pytest.raises(InputError, match="the draft model has 4 tokens and the target 12"):
         specjax.prepare(few, [[1]], Combined([LOOKUP, DRAFT_MODEL]))
 

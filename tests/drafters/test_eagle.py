@@ -14,10 +14,11 @@ from specjax import testing
 from specjax.decode import context
 from specjax.drafters import eagle
 from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, default_layers, offsets
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, default_layers
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork, feed, pair
 from specjax.drafters.eagle_step import Memory, child_scores, feed_nodes
 from specjax.drafters.growing import GrownTree
+from specjax.drafters.vocabulary import offsets
 from specjax.errors import InputError
 from specjax.testing import Idle, Oracle, Replaced
 from specjax.trees import chain_tree, static_tree

@@ -66,13 +66,13 @@ def test_families_and_skipped_layers(family: str, layers: tuple[int, ...]) -> No
     job = specjax.prepare(
         target, [[1, 2, 3], [4], [7, 8, 9, 7, 8, 9, 1, 1, 5, 6]], drafter(layers, 9), max_new_tokens=40
     )
-    propose = jax.jit(lambda chosen, state: chosen.propose(None, decode.context(model, state))[0])
-    expected = jax.jit(lambda state: one_block(model, layers, state, 9))
+    propose = jax.jit(lambda chosen, model, state: chosen.propose(None, decode.context(model, state))[0])
+    expected = jax.jit(lambda model, state: one_block(model, layers, state, 9))
     state = job.prefill()
     for _ in range(4):
-        draft = propose(job.drafter, state)
+        draft = propose(job.drafter, model, state)
         assert draft.valid.all()
-        np.testing.assert_array_equal(draft.tokens, expected(state))
+        np.testing.assert_array_equal(draft.tokens, expected(model, state))
         state, _ = job.step(state)
 
 

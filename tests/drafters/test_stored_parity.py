@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 import specjax
 from specjax import testing
 from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, offsets
+from specjax.drafters.eagle_config import Eagle3Config, EagleConfig
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork, feed, pair
 from specjax.drafters.eagle_unroll import unroll
 from specjax.drafters.stored import load_drafter, save_drafter

@@ -24,7 +24,7 @@ def test_a_conversation_is_filled_up(length: int):
     assert size <= length
     # one more word in the oldest turn's message and in its answer would be too much; so would any turn, where none is
     smallest = len(TARGET.tokenizer.encode_chat(turn_messages(("in", "answer")))) - 2
-    longest_word = max(len(TARGET.tokenizer.encode(word)) for word in " the other answer".split())
+    longest_word = max(len(TARGET.tokenizer.encode(word)) for word in ["the", "other", "answer"])
     assert length - size <= max(smallest, 2 * (longest_word + 1))
     users = [user for user, _ in filled.history]
     assert not any(user == "abc" for user in users)  # its own answer is not to be found in front of it
@@ -55,7 +55,7 @@ def test_a_task_is_left_out_where_one_of_its_questions_is_too_long():
     assert sizes == sorted(sizes)
     assert [c.index for c in script.that_fit(TARGET, QUESTIONS, sizes[3])] == [0, 1, 2, 3]
     assert [c.index for c in script.that_fit(TARGET, QUESTIONS, sizes[2])] == [0, 1]
-    assert script.that_fit(TARGET, QUESTIONS, sizes[0]) == []
+    assert script.that_fit(TARGET, QUESTIONS, sizes[0] - 1) == []
 
 
 def test_the_whole_command(loaded: specjax.Target, command: Any, tmp_path: Path):

@@ -30,6 +30,19 @@ def test_names_and_settings():
     assert named.label == "prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64"
 
 
+def test_combinations():
+    """Drafters as they would be asked for alone, in this order, and settings of the combination anywhere."""
+    target = testing.tiny_target(testing.tiny_model(vocab_size=12))
+    made = parse_drafter("combined:prompt-lookup:k=5;total=7;early-exit:layers=1,k=3,sample=false").make(target)
+    parts = (specjax.PromptLookup(5), specjax.EarlyExit(1, 3, sample=False))
+    assert (made.kind, made.num_draft_tokens) == ("combined", 7)
+    assert made.drafter == specjax.Combined(parts, total=7)
+    assert parse_drafter("combined:plain;suffix").make(target).drafter.parts == (
+        specjax.Plain(),
+        specjax.SuffixDecoding(),
+    )
+
+
 def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
     """A path may have colons; the name says what is expected there, settings replace the stored ones."""
     target = testing.tiny_target(testing.tiny_model(vocab_size=12))
@@ -61,10 +74,17 @@ def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
         ("prompt-lookup:8", "'8' is no setting; expected key=value"),
         ("prompt-lookup:max_ngram=2,min_ngram=3", "min_ngram: expected at most"),
         ("plain:k=1", "unknown setting 'k'; plain has no settings"),
-        ("eagle", "expected eagle:PATH"),
+        ("draft-model", "expected draft-model:PATH"),
         ("eagle:k=3", "expected eagle:PATH"),
-        ("eagle3:a", "'a' is no setting"),
         ("draft-model:a,b", "expected draft-model:PATH with one path"),
+        ("early-exit", "layers: expected a whole number of at least 1, got None"),
+        ("combined", "combined: expected two drafters or more, such as combined:prompt-lookup:k=4;suffix"),
+        ("combined:suffix", "expected two drafters or more"),
+        ("combined:suffix;combined:plain", "combined:plain: expected two drafters or more"),
+        ("combined:suffix;lookup", "unknown drafter 'lookup'"),
+        ("combined:k=2;suffix;plain", "unknown setting 'k'; combined has total"),
+        ("combined:suffix;prompt-lookup:total=3", "unknown setting 'total'; prompt-lookup has k"),
+        ("combined:total=0;suffix;plain", "total is '0'; expected a whole number of at least 1"),
         ("draft-model:a,sample=maybe", "sample is 'maybe'; expected true or false"),
     ],
 )

@@ -1,6 +1,7 @@
 """sweep.py and the predictions that experiments share, on a tiny target."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import sweep as script
 from common.drafters import parse_drafter
 from common.evaluation import Call
 from common.prediction import Drafted, formula, predict_speedup
+from measure.comparison import Measured
 from measure.passes import PassTimes
 
 import specjax
@@ -135,18 +137,37 @@ def swept(loaded: specjax.Target, command: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_whole_command(swept: Any, tmp_path: Path):
-    found, out = swept("--drafters", "prompt-lookup:min_ngram=1", "recycling", "--k", 1, 3, "--temperatures", 0, 0.8)
+    found, out = swept("--drafters", "prompt-lookup:min_ngram=1", "--k", 1, 3, "--temperatures", 0.8)
     points = found["points"]
-    labels = ["prompt-lookup:min_ngram=1,k=1", "prompt-lookup:min_ngram=1,k=3", "recycling"]
+    short, long = "prompt-lookup:min_ngram=1,k=1", "prompt-lookup:min_ngram=1,k=3"
     keys = [(p["temperature"], p["task"], p["drafter"]) for p in points]
-    assert keys == [(0.8, task, label) for task in ("a", "b", "all") for label in labels]
-    assert {p["source"] for p in points if p["drafter"] == labels[0]} == {labels[1]}
+    assert keys == [(0.8, task, label) for task in ("a", "b", "all") for label in (short, long)]
+    assert {p["source"] for p in points} == {long}
     for p in points:
-        if p["drafter"] == p["source"]:  # predicted from itself: only texts' ends differ
-            assert p["predicted_tokens_per_call"] == pytest.approx(p["tokens_per_call"], rel=0.1)
-        assert (p["formula_speedup"] is None) == (p["family"] == "recycling" or p["alpha"] is None)
+        if p["drafter"] == long:  # predicted from itself
+            assert p["predicted_tokens_per_call"] == pytest.approx(p["tokens_per_call"])
+        assert p["formula_speedup"] is None or p["formula_speedup"] > 0
+    assert found["verify_cost"] == {"1": 1.0, "2": pytest.approx(1.2 / 1.1), "4": pytest.approx(1.4 / 1.1)}
     assert {f.name for f in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep_temperature_0.8.png"}
     assert "fastest at k = " in out
+
+
+def test_a_tree_is_predicted_from_its_own_rounds():
+    tree, chain, longer = (named(text) for text in ("recycling", "prompt-lookup:k=1", "prompt-lookup:k=2"))
+    stats = replace(STATS, new_tokens=8, accepted=4, rejected=1, reached_at=(3, 2), accepted_at=(2, 2))
+    calls = [replace(call("prompt-lookup:k=2", stats, [round_of(5, 2, 9)] * 4), drafter=tree)]
+    calls += [call("prompt-lookup:k=1", STATS, ROUNDS), call("prompt-lookup:k=2", STATS, ROUNDS)]
+    row = {"tokens_per_call": 2.0, "acceptance_rate": 0.5, "alpha": 0.5, "draft_cost": 0.1, "speedup": 1.5}
+    row |= {"acceptance_by_position": {"conditional": []}, "speedup_interval": None, "task": "a"}
+    run = Measured([row | {"drafter": d.label} for d in (tree, chain, longer)], [], calls, {}, 0.0)
+    families = {"recycling": (tree,), "prompt-lookup": (longer, chain)}
+    found, two, one = script.points_of(families, run, 0.0, COSTS)
+    assert (found.source, two.source, one.source) == ("recycling", "prompt-lookup:k=2", "prompt-lookup:k=2")
+    assert found.predicted_tokens_per_call == pytest.approx(2.0)
+    assert found.predicted_speedup == pytest.approx(2.0 / (0.1 * tree.drafter.max_depth + COSTS[9]))
+    assert (found.formula_tokens_per_call, found.formula_speedup) == (None, None)
+    assert one.predicted_speedup == pytest.approx(1.5 / (0.1 + (3 * 1.1 + 1) / 4))
+    assert one.formula_tokens_per_call == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize(

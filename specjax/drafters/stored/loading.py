@@ -19,7 +19,7 @@ from specjax.models.decoder import Decoder
 from specjax.models.files import CONFIG, WEIGHTS, read_json
 from specjax.models.keys import Keys
 from specjax.models.target import Target, dtype_name, load
-from specjax.shipped import SHIPPED, shipped_path
+from specjax.shipped import shipped_path
 
 _CLASSES: dict[str, type[Drafter]] = {
     "eagle1": Eagle,
@@ -73,9 +73,7 @@ def load_drafter(
     if folder.suffix == ".gguf" and folder.is_file():
         return _draft_model(folder, target, dtype, mesh, {}, settings)
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: no such directory; expected one with config.json and {WEIGHTS}, or {' or '.join(SHIPPED)}"
-        )
+        raise CheckpointError(f"{folder}: no such directory; expected one with config.json and {WEIGHTS}")
     keys = Keys(read_json(folder / CONFIG), str(folder / CONFIG))
     own = configs.section(keys)
     if own is None:
