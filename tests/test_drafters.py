@@ -84,7 +84,11 @@ def test_the_first_draft_token_is_checked_too(scripted: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda d: d, lambda d: Idle(d, every=3), lambda d: Replaced(d, Oracle(4))],
+    [
+        pytest.param(lambda d: d, marks=pytest.mark.slow),
+        pytest.param(lambda d: Idle(d, every=3), marks=pytest.mark.slow),
+        lambda d: Replaced(d, Oracle(4)),
+    ],
     ids=["alone", "idle", "replaced"],
 )
 def test_draft_model_proposes_as_a_fresh_one(

@@ -99,7 +99,7 @@ def test_greedy_text_is_plain_decodings(check_greedy: Any, ragged: bool) -> None
     check_greedy(adaptive, *([] if ragged else [[[1, 2, 3]]]))
 
 
-@pytest.mark.parametrize("siblings", ["s", "ss"])
+@pytest.mark.parametrize("siblings", ["s", pytest.param("ss", marks=pytest.mark.slow)])
 def test_law(siblings: str) -> None:
     """Draws go through the controller too: the law is the target's, over blocks that change with what was accepted."""
     drafter = TableTree.random(depth=3 if siblings == "s" else 2, siblings=siblings)

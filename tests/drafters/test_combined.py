@@ -19,6 +19,7 @@ from specjax.drafters.medusa import Medusa, MedusaConfig, MedusaHeads
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.errors import InputError
 from specjax.sampling import Sampling
+from specjax.state import FINISH_REASONS
 from specjax.testing import Oracle, Prober, Replay, TableTree, law_test
 from specjax.trees import Draft, chain_tree, static_tree
 
@@ -55,20 +56,6 @@ def whole(parts: list[Any], **options: Any) -> Combined:
     return replace(drafter, block_sizes=(drafter.num_nodes + 1,))
 
 
-def test_greedy(check_greedy: Any, few: Any, prompts: Any) -> None:
-    """All drafters there are at once, five ragged rows."""
-    drafter = whole(everyone(few))
-    assert (drafter.num_nodes, drafter.max_depth, drafter.wants_logits) == (29, 4, True)
-    assert drafter.features == ("hidden", "layer.0", "layer.1", "layer.2")
-    out = check_greedy(drafter, [*prompts, [2, 6]])
-    assert {len(r.accepted) for row in out.trace for r in row} >= {0, 1, 2}
-    assert len({len(r.proposed) for row in out.trace for r in row}) > 5
-    for row in out.trace:
-        for r in row:  # what is said twice is there once
-            places = list(zip(r.parents, r.proposed, strict=True))
-            assert len(set(places)) == len(places)
-
-
 def test_greedy_alone(check_greedy: Any, few: Any) -> None:
     parts = [LOOKUP, specjax.DraftModel(SmallDecoder.start(few.model, (0,)), 2)]
     out = check_greedy(whole(parts), [[5, 6, 5]])
@@ -82,38 +69,49 @@ def test_end_of_text_inside_a_block(check_greedy: Any) -> None:
     assert all(len(r.accepted) == 4 for row in out.trace for r in row[:-1])
 
 
-def test_every_part_keeps_up_with_the_text(few: Any, prompts: Any) -> None:
-    """In every round each part proposes what it would have proposed had the text so far been its prompt, although most
-    of what was accepted came from others. The two that remember more than the text have what the target said last.
+def test_everyone_at_once(few: Any, prompts: Any) -> None:
+    """All drafters there are, five ragged rows: the text is the plain one, token for token, however rows end. And no
+    part loses track: it proposes what it would have proposed had the text so far been its prompt, although most of what
+    was accepted came from others. The two that remember more than the text have what the target said last.
     """
-    parts = everyone(few)
-    drafter = whole(parts)
-    job = specjax.prepare(few, [*prompts, [2, 6]], drafter, max_new_tokens=30)
-    state = job.prefill()
-    mine, others = np.zeros(len(parts), int), np.zeros(len(parts), int)
-    for _ in range(12):
+    drafter, prompts = whole(everyone(few)), [*prompts, [2, 6]]
+    assert (drafter.num_nodes, drafter.max_depth, drafter.wants_logits) == (29, 4, True)
+    assert drafter.features == ("hidden", "layer.0", "layer.1", "layer.2")
+    job = specjax.prepare(few, prompts, drafter, max_new_tokens=45)
+    state, rounds, accepts = job.prefill(), 0, set()
+    mine, others = np.zeros(len(drafter.parts), int), np.zeros(len(drafter.parts), int)
+    while state.running.any():
         running = np.flatnonzero(state.running)
-        found, expected = (
-            proposals(few.model, drafter, m, state) for m in (state.memory, fresh(few.model, drafter, state))
-        )
+        compared = rounds < 12
+        if compared:
+            memories = (state.memory, fresh(few.model, drafter, state))
+            found, expected = (proposals(few.model, drafter, memory, state) for memory in memories)
         state, info = job.step(state)
+        rounds += 1
         accepted, committed = np.asarray(info.path.accepted), np.asarray(info.path.tokens)
-        for number, part in enumerate(parts):
-            for row in running:
-                own = paths(found[number], row)
-                if part.name not in ("recycling", "lookahead"):
-                    assert own == paths(expected[number], row)
-                way = tuple(committed[row, : accepted[row]].tolist())
-                mine[number] += bool(way) and way in own
-                others[number] += bool(way) and way[:1] not in own
         matrix, pool = np.asarray(state.memory[2]), np.asarray(state.memory[8].pool)
-        for row in np.flatnonzero(np.asarray(info.count) > 0):
+        for row in running:
+            merged = in_order(info.draft, row)
+            assert len(set(merged)) == len(merged)  # what is said twice is there once
+            accepts.add(int(accepted[row]))
             text = np.asarray(state.tokens)[row, : int(state.length[row])].tolist()
             assert matrix[row, text[-2], 0] == text[-1]
             assert len(text) < 3 or text[-2:] in pool[row, text[-3]].tolist()
+            way = tuple(committed[row, : accepted[row]].tolist())
+            for number, part in enumerate(drafter.parts if compared else ()):
+                own = in_order(found[number], row)
+                assert part.name in ("recycling", "lookahead") or own == in_order(expected[number], row)
+                mine[number] += bool(way) and way in own
+                others[number] += bool(way) and way[:1] not in own
     print(f"\naccepted, from the part itself and from others only: {mine.tolist()}, {others.tolist()}")
     assert (mine > 0).sum() >= 7
     assert (others > 5).all()
+    assert accepts >= {0, 1, 2}
+    plain = specjax.generate(few, prompts, max_new_tokens=45)
+    new = [row[len(p) : n] for row, p, n in zip(np.asarray(state.tokens), prompts, state.length, strict=True)]
+    assert [row.tolist() for row in new] == plain.token_ids
+    assert [FINISH_REASONS[int(f)] for f in state.finish] == plain.finish_reasons
+    assert set(plain.finish_reasons) == {"stop", "length", "context"}
 
 
 @jax.jit
@@ -130,13 +128,13 @@ def proposals(model: Any, drafter: Combined, memory: Any, state: Any) -> list[Dr
     return [part.propose(own, seen)[0] for part, own in zip(drafter.parts, memory, strict=True)]
 
 
-def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
+def in_order(draft: Draft, row: int) -> list[tuple[int, ...]]:
     """The tokens from below the pending token to each node."""
     found: list[tuple[int, ...]] = []
-    for token, parent, valid in zip(draft.tokens[row], draft.parents[row], draft.valid[row], strict=True):
-        above = found[int(parent)] if parent >= 0 else ()
-        found.append((*above, int(token)) if valid else (-1,))
-    return set(found) - {(-1,)}
+    for i in np.flatnonzero(draft.valid[row]):
+        parent = int(draft.parents[row, i])
+        found.append((*(found[parent] if parent >= 0 else ()), int(draft.tokens[row, i])))
+    return found
 
 
 def some_draft(random: np.random.Generator, nodes: int, drawn: bool) -> Draft:
@@ -212,14 +210,6 @@ def test_total_keeps_the_first_parts_nodes(few: Any, prompts: Any) -> None:
     assert cut > 10
 
 
-def in_order(draft: Draft, row: int) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    for i in np.flatnonzero(draft.valid[row]):
-        parent = int(draft.parents[row, i])
-        found.append((*(found[parent] if parent >= 0 else ()), int(draft.tokens[row, i])))
-    return found
-
-
 EVERYTHING = Sampling(
     temperature=[0.8, 1.2],
     top_k=3,
@@ -231,21 +221,20 @@ EVERYTHING = Sampling(
 )
 LAWS: dict[str, list[Any]] = {
     "lookup and a draft model": [LOOKUP, DRAFT_MODEL],
-    "the same law twice": [TableTree.random(V, 2, "s")] * 2,
-    "the same, deterministic and drawn": [TableTree.random(V, 2, "d"), TableTree.random(V, 2, "s")],
+    "the same law, deterministic and drawn twice": [TableTree.random(V, 2, k) for k in "dss"],
     "drawn first": [TableTree.random(V, 2, "s"), TableTree.random(V, 2, "d")],
     "trees of all kinds": [TableTree.random(V, 2, k, seed=s) for s, k in enumerate(("ds", "ss", "sd"))],
     "drawn twice": [TableTree.random(V, 2, "dd"), TableTree.random(V, 2, "ss", replace=True)],
     "probes": [Prober(TableTree.random(V, 2, "s")), LOOKUP],
     "combined": [LOOKUP, Combined([DRAFT_MODEL, DRAFT_MODEL])],
 }
-FAST = ["lookup and a draft model", "the same law twice", "the same, deterministic and drawn"]
+FAST = ["lookup and a draft model", "the same law, deterministic and drawn twice"]
 PROMPTS = [[1, 0, 2, 1, 0, 2, 1, 0], [3, 1, 3]]
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_law(name: str) -> None:
-    check(law_test(TABLE, whole(LAWS[name]), sampling=EVERYTHING, prompts=PROMPTS, samples=60_000))
+    check(law_test(TABLE, whole(LAWS[name]), sampling=EVERYTHING, prompts=PROMPTS, samples=40_000))
 
 
 @pytest.mark.slow
@@ -265,6 +254,7 @@ def check(result: testing.LawResult) -> None:
     assert result.acceptance_rate > 0.05
 
 
+@pytest.mark.slow
 def test_law_of_a_transformer(check_law: Any) -> None:
     """A network with features, a model with a cache, a search: drawn, deterministic, of different depths."""
     model = testing.tiny_model(vocab_size=5, seed=4)
