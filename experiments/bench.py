@@ -125,7 +125,10 @@ def steps_and_blocks(
     model = target.model
     state = start_state(model, Plain(), prompts, NEW_TOKENS)
     length = max(len(p) for p in prompts)
-    beside = {"byte": Bandwidth(), "step": RoundTimer(model, Plain(), Greedy(), state, timed_steps())}
+    beside: dict[str, Callable[[], float]] = {
+        "byte": Bandwidth(),
+        "step": RoundTimer(model, Plain(), Greedy(), state, timed_steps()),
+    }
     times = time_passes(model, state.cache, length, BLOCKS, options.turns, done, beside)
     seconds = times.beside
     cache = bytes_of(state.cache)

@@ -48,8 +48,10 @@ OWN_DEFINITIONS = {
     "prompt_tokens": "tokens of the prompts, on average",
     "prefill_seconds": "of the prefill of one prompt, on average",
 }
-DEFINED = ("tokens_per_call", "acceptance_rate", "alpha", "draft_cost", "tokens_per_second", "speedup")
-DEFINED += ("speedup_interval",)
+DEFINED = [
+    *("tokens_per_call", "acceptance_rate", "alpha", "draft_cost", "tokens_per_second", "speedup"),
+    "speedup_interval",
+]
 
 
 @dataclass(frozen=True)
@@ -269,8 +271,8 @@ def report(target: Target, options: Options, points: Sequence[Point]) -> list[Ta
         f"{target.name}, {target.dtype}, {jax.devices()[0].device_kind}; batch 1, "
         f"{options.max_new_tokens} new tokens at most, {what}"
     )
-    columns = ("task", "length", "prompt", "drafter", "tokens/call", "accepted", "α", "c")
-    columns += ("prefill s", "tokens/s", "speedup", "95%")
+    columns = ["task", "length", "prompt", "drafter", "tokens/call", "accepted", "α", "c"]
+    columns += ["prefill s", "tokens/s", "speedup", "95%"]
     parts: list[Table | str] = [make_table(title, columns, rows, text=(0, 3))]
     missing = [
         f"{task} at {', '.join(map(str, lengths))}"

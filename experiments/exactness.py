@@ -274,10 +274,12 @@ def report(tested: Sequence[Tested], simulated: Sequence[Simulated]) -> list[Tab
         distances = [number(d.distance, 5), number(d.noise, 5), number(d.distance / d.noise)]
         more = [number(d.alpha), number(s.alpha), number(d.tokens_per_call), verdict(s.right, d.passed)]
         rows.append([s.name, *distances, *more])
-    columns = ("simulated", "distance", "noise", "ratio", "α", "theory", "tokens/call", "")
+    simulated_columns = ("simulated", "distance", "noise", "ratio", "α", "theory", "tokens/call", "")
     return [
         *tables,
-        make_table(f"Laws over one of {len(P)} tokens, {simulated[0].drawn.runs} texts each", columns, rows, (0, 7)),
+        make_table(
+            f"Laws over one of {len(P)} tokens, {simulated[0].drawn.runs} texts each", simulated_columns, rows, (0, 7)
+        ),
         f"distance: {DEFINITIONS['distance']}. noise: {DEFINITIONS['noise']}.",
         f"crossed: {DEFINITIONS['crossed']}. accepted: {DEFINITIONS['acceptance_rate']}. α: {DEFINITIONS['alpha']}.",
         "exact: the distance is no more than noise, as it should be. other law: a lossy law, or a mistake, and seen to "

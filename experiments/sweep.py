@@ -278,8 +278,8 @@ def report(target: Target, options: Options, points: Sequence[Point], costs: Pas
         f"{target.name}, {target.dtype}, {jax.devices()[0].device_kind}; batch 1, "
         f"{options.max_new_tokens} new tokens at most"
     )
-    columns = ("T", "task", "drafter", "tokens/call", "predicted", "by α", "accepted", "α", "c")
-    columns += ("speedup", "95%", "predicted", "by α")
+    columns = ["T", "task", "drafter", "tokens/call", "predicted", "by α", "accepted", "α", "c"]
+    columns += ["speedup", "95%", "predicted", "by α"]
     blocks = ", ".join(f"{size}: {cost:.2f}" for size, cost in costs.costs().items())
     return [
         make_table(title, columns, rows, text=(1, 2)),

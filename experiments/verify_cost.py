@@ -136,7 +136,7 @@ def measure(target: Target, options: Options, done: Callable[[], None]) -> tuple
         prompts = prompts_for(target, batch)
         cache = start_state(model, Plain(), prompts, max(options.tokens)).cache
         length = max(len(p) for p in prompts)
-        beside = {"byte": Bandwidth(), "operation": Throughput(cache.keys[0].dtype)}
+        beside: dict[str, Callable[[], float]] = {"byte": Bandwidth(), "operation": Throughput(cache.keys[0].dtype)}
         times = time_passes(model, cache, length, options.tokens, options.turns, done, beside)
         byte, operation = (statistics.median(times.beside[name]) for name in ("byte", "operation"))
         per_byte += times.beside["byte"]

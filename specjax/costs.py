@@ -18,14 +18,14 @@ class Costs:
     """Seconds of a round's parts.
 
     Attributes:
-        nodes: numbers of draft nodes that blocks are compiled for, 0 first (`ladder`).
-        verify: of a target pass over each: the pending token and so many nodes.
+        verify: of a target pass over each block size: the pending token and so many nodes.
         draft: of one proposal.
+        nodes: numbers of draft nodes that blocks are compiled for, 0 first (`ladder`).
     """
 
-    nodes: tuple[int, ...] = static()
     verify: Float[Array, "L"]
     draft: Float[Array, ""]
+    nodes: tuple[int, ...] = static()
 
     @classmethod
     def of(cls, drafter: Drafter, verify: Sequence[float], draft: float = 0.0) -> "Costs":
@@ -39,7 +39,7 @@ class Costs:
             raise InputError(f"costs: expected {len(nodes)} numbers, for {nodes} draft nodes; got {len(verify)}")
         if not all(0 < x < float("inf") for x in verify) or not 0 <= draft < float("inf"):
             raise InputError(f"costs: expected seconds above 0, got {list(verify)} and {draft}")
-        return cls(nodes, jnp.array(verify, jnp.float32), jnp.float32(draft))
+        return cls(jnp.array(verify, jnp.float32), jnp.float32(draft), nodes)
 
     def check(self, drafter: Drafter) -> None:
         """Raise InputError unless they are of this drafter's block sizes."""

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -103,8 +104,8 @@ def _measure(
         key=jax.random.split(jax.random.key(0), batch_size),
     )
     passes, proposals = jax.jit(_passes, static_argnums=2), jax.jit(_proposals)
-    timers = [_Timer(lambda n, nodes=nodes: passes(model, state, nodes, n)) for nodes in ladder(drafter)]
-    timers.append(_Timer(lambda n: proposals(model, drafter, state, n)))
+    timers = [_Timer(partial(passes, model, state, nodes)) for nodes in ladder(drafter)]
+    timers.append(_Timer(partial(proposals, model, drafter, state)))
     with jax.default_matmul_precision("highest" if target.dtype == "float32" else "default"):
         turns = [[timer() for timer in timers] for _ in range(repetitions)]
     *verify, draft = (statistics.median(values) for values in zip(*turns, strict=True))

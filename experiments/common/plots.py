@@ -75,7 +75,7 @@ def doubling(axis: Any, ticks: Sequence[int]) -> None:
 
 def legend(figure: Figure, names: Sequence[str], styles: Sequence[tuple[str, str]] = ()) -> None:
     """Below the panels: a colour each name, and what the line styles mean ("points", "dotted", "dashed")."""
-    lines = {
+    lines: dict[str, Any] = {
         "points": {"marker": "o", "markersize": 3.5, "linewidth": 1.3},
         "dotted": {"linestyle": (0, (1, 1)), "linewidth": 1.1},
         "dashed": {"linestyle": (0, (4, 2)), "linewidth": 1.1},

@@ -72,12 +72,14 @@ def compare(
             bar.update(work, advance=1, description=what + calls[0].task)
 
         calls, warm_up = evaluate(target, drafters, units, plan, done)
-    greedy = plan.sampling.temperature == 0
+    temperature = plan.sampling.temperature
+    assert isinstance(temperature, int | float)  # one for all rows
+    greedy = temperature == 0
     forks = find_forks(calls, lambda *texts: examine(target, plan.sampling, *texts)) if greedy else {}
     costs = draft_costs(drafters, calls, proposals)
 
     def rows(task: str, some: list[Call]) -> list[dict[str, Any]]:
-        return summarize(some, task, forks, costs, plan.sampling.temperature)
+        return summarize(some, task, forks, costs, temperature)
 
     tasks = dict.fromkeys(call.task for call in calls)
     runs = [row for task in tasks for row in rows(task, [call for call in calls if call.task == task])]

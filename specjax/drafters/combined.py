@@ -42,7 +42,7 @@ class Combined:
         block_sizes: see `Drafter`; None for those that the parts ask for, taken together.
     """
 
-    parts: tuple[Drafter, ...]
+    parts: Sequence[Drafter]
     total: int | None = static(default=None)
     block_sizes: tuple[int, ...] | None = static(default=None)
 
