@@ -88,7 +88,12 @@ def make_step(
     # left to itself, the compiler may place the new state otherwise, and the next step would compile again
     places = jax.tree.map(lambda x: x.sharding, state)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=(places, places.step))
-    return lambda state, batch, features: compiled(state, leaves, batch, features)
+
+    def run(state: TrainState, batch: Batch, features: Any) -> tuple[TrainState, dict[str, Array]]:
+        # a first state that was not put anywhere would compile a program of its own
+        return compiled(jax.device_put(state, places), leaves, batch, features)
+
+    return run
 
 
 def _factor(name: str, rates: Mapping[str, float]) -> float:
