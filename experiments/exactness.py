@@ -299,7 +299,7 @@ def draw_tests(tested: Sequence[Tested]) -> Any:
     settings, laws, drafters = (
         list(dict.fromkeys(getattr(t, f) for t in tested)) for f in ("settings", "law", "drafter")
     )
-    title = "Distance from the exact law / what sampling explains (right of the line: another law)"
+    title = "Distance / noise; right of the line: another law"
     figure, axes = plots.panels(1, len(settings), title, 3.0, 0.6 + 0.3 * len(drafters))
     for column, name in enumerate(settings):
         axis = axes[0][column]
@@ -330,7 +330,7 @@ def draw_simulations(simulated: Sequence[Simulated]) -> Any:
         axis.set_xticks(places)
         ratio = f"{verdict(s.right, s.drawn.passed)}: {s.drawn.distance / s.drawn.noise:.2f} × noise"
         plots.label(axis, f"{s.name}\n{ratio}", "token")
-    plots.legend(figure, ["exact", "simulated"])
+    plots.legend(figure, ["exact", "simulated"], [("crosses", "theory.output_law")])
     return figure
 
 

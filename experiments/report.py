@@ -205,7 +205,7 @@ def one_output(output: Mapping[str, Any], texts: Mapping[int, str]) -> str:
     found = page.counts(rounds)
     said = [
         f"{len(ids)} tokens in {len(rounds)} rounds, {number(len(ids) / len(rounds) if rounds else None)} per call",
-        *(f"{count} {page.SOURCES[source].partition(':')[0]}" for source, count in found.items()),
+        *(f"{page.SOURCES[source].partition(':')[0]}: {found[source]}" for source in page.SOURCES if found[source]),
         f"ended by {output['finish_reason']}",
     ]
     note = f'<p class="note">{page.shown("; ".join(said))}</p>'

@@ -22,7 +22,7 @@ def colour(index: int) -> str:
 def panels(rows: int, columns: int, title: str, width: float = 3.2, height: float = 2.6) -> tuple[Figure, Any]:
     """A figure and its axes, `[rows][columns]`; width and height are a panel's, in inches."""
     figure = Figure(figsize=(width * columns + 0.4, height * rows + 0.8), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, wrap=True)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.tick_params(labelsize=7)
@@ -74,11 +74,12 @@ def doubling(axis: Any, ticks: Sequence[int]) -> None:
 
 
 def legend(figure: Figure, names: Sequence[str], styles: Sequence[tuple[str, str]] = ()) -> None:
-    """Below the panels: a colour each name, and what the line styles mean ("points", "dotted", "dashed")."""
+    """Below the panels: a colour each name, and what the styles mean ("points", "dotted", "dashed", "crosses")."""
     lines: dict[str, Any] = {
         "points": {"marker": "o", "markersize": 3.5, "linewidth": 1.3},
         "dotted": {"linestyle": (0, (1, 1)), "linewidth": 1.1},
         "dashed": {"linestyle": (0, (4, 2)), "linewidth": 1.1},
+        "crosses": {"marker": "x", "markersize": 4, "linestyle": "none"},
     }
     handles = [Line2D([], [], color=colour(i), linewidth=2) for i in range(len(names))]
     handles += [Line2D([], [], color="0.3", **lines[style]) for style, _ in styles]
