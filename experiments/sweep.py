@@ -15,8 +15,9 @@ Tokens per call grow with k ever more slowly; the speedup has a maximum, early o
 at the end of the axis) where the text repeats. Expect the dotted curve to follow the points within about a tenth for
 drafters that always fill their drafts, and to lie above them by what a round costs outside of drafting and checking;
 drafters that search the text find an easy stretch again after every short draft, so that short drafts do better than is
-predicted from long ones. Expect the dashed curve to be too low for long drafts where a text has easy and hard
-stretches: α is no constant, one accepted token makes the next more likely.
+predicted from long ones. Expect the dashed curve far above the points of such drafters, since the formula takes for
+granted that every round has a whole draft to test; and too low for long drafts of the others where a text has easy and
+hard stretches: α is no constant, one accepted token makes the next more likely.
 
 The first command takes about 8 minutes on two CPU cores.
 """
