@@ -18,7 +18,7 @@ DEFINITIONS = {
     "predicted_speedup": "tokens per call / (draft steps × c + v), v the measured cost of the blocks that the rounds "
     "need, relative to a pass over one token, as their mean",
     "formula_tokens_per_call": "(1 - α^(k+1)) / (1 - α), of one α for all positions; chains only",
-    "formula_speedup": "the same / (k c + v(k + 1)); chains only",
+    "formula_speedup": "(1 - α^(k+1)) / (1 - α) / (k c + v(k + 1)); chains only",
 }
 
 
