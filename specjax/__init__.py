@@ -14,7 +14,7 @@ from specjax.drafters.recycling import TokenRecycling
 from specjax.drafters.stored import load_drafter, save_drafter
 from specjax.drafters.suffix import SuffixDecoding
 from specjax.errors import CheckpointError, InputError, SpecjaxError
-from specjax.generate import Generation, Piece, Round, generate, stream
+from specjax.generate import Generation, Piece, Round, generate, read, stream
 from specjax.job import Job, prepare
 from specjax.laws import Greedy, Path, Rejection, Typical
 from specjax.metrics import Stats
@@ -61,6 +61,7 @@ __all__ = [
     "measure_costs",
     "prefill",
     "prepare",
+    "read",
     "run",
     "save_drafter",
     "step",

@@ -1,8 +1,9 @@
 """Text in, text out: `generate` runs whole batches on the device, `stream` yields as rounds end."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from specjax.metrics import Stats
 from specjax.models.target import Target
 from specjax.requests import Prompt
 from specjax.sampling import Sampling
-from specjax.state import BROKEN, FINISH_REASONS, Counters, DecodeState, Drafter
+from specjax.state import BROKEN, FINISH_REASONS, RUNNING, Counters, DecodeState, Drafter
 from specjax.text import certain_text, final_text
 
 
@@ -55,14 +56,14 @@ class Generation:
     """
 
     law: Law
-    prompt_ids: list[list[int]]
-    token_ids: list[list[int]]
+    prompt_ids: list[list[int]] = field(repr=False)
+    token_ids: list[list[int]] = field(repr=False)
     texts: list[str]
     finish_reasons: list[str]
     stats: Stats
-    row_stats: list[Stats]
-    logprobs: list[list[float]] | None
-    trace: list[list[Round]] | None
+    row_stats: list[Stats] = field(repr=False)
+    logprobs: list[list[float]] | None = field(repr=False)
+    trace: list[list[Round]] | None = field(repr=False)
     prefill_seconds: float
     seconds: float
 
@@ -127,26 +128,35 @@ def generate(
     state = jax.block_until_ready(job.prefill())
     filled = time.perf_counter()
     state = jax.block_until_ready(job.run(state))
-    end = time.perf_counter()
-    finish = np.asarray(state.finish)
-    length = np.asarray(state.length)
-    tokens = np.asarray(state.tokens)
+    return replace(read(job, state), prefill_seconds=filled - begin, seconds=time.perf_counter() - filled)
+
+
+def read(job: Job, state: DecodeState) -> Generation:
+    """What a state of a job holds: of a finished one what `generate` returns, without times (NaN).
+
+    Rows that run have "running" for a finish reason, and the text that is certain by now.
+
+    Raises:
+        SpecjaxError: the target's logits were not finite.
+    """
+    finish, length, tokens = (np.asarray(x) for x in (state.finish, state.length, state.tokens))
     _refuse_broken(finish, length)
-    ids = job.prompt_ids
+    ids, tokenizer = job.prompt_ids, job.target.tokenizer
     new = [tokens[i, len(p) : length[i]].tolist() for i, p in enumerate(ids)]
     rows = row_stats(state.counters, [len(n) for n in new])
+    ends = [certain_text if f == RUNNING else final_text for f in finish]
     return Generation(
         law=job.law,
         prompt_ids=ids,
         token_ids=new,
-        texts=[final_text(target.tokenizer, n, job.stop) for n in new],
+        texts=[text(tokenizer, n, job.stop) for text, n in zip(ends, new, strict=True)],
         finish_reasons=[FINISH_REASONS[int(f)] for f in finish],
         stats=Stats.total(rows),
         row_stats=rows,
-        logprobs=_row_logprobs(state, ids, length) if logprobs else None,
-        trace=read_trace(state) if trace else None,
-        prefill_seconds=filled - begin,
-        seconds=end - filled,
+        logprobs=_row_logprobs(state, ids, length) if job.arguments["logprobs"] else None,
+        trace=read_trace(state) if job.arguments["trace_rounds"] else None,
+        prefill_seconds=math.nan,
+        seconds=math.nan,
     )
 
 

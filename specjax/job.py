@@ -49,6 +49,10 @@ class Job:
     stop: tuple[str, ...]
     arguments: dict[str, Any]
 
+    def __repr__(self) -> str:
+        what = f"{self.target.name!r}, {self.drafter.name}, {self.law.name}"
+        return f"Job({what}, {len(self.prompt_ids)} prompts)"
+
     def prefill(self) -> DecodeState:
         """The state before the first round."""
         return self._call(_prefill, self.target.model, self.drafter, **self.arguments)

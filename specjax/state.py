@@ -16,7 +16,7 @@ from specjax.trees import Draft
 
 # Why a row ended; 0 while it runs. The names are what `generate` returns, BROKEN becomes an error.
 RUNNING, STOP, STOP_STRING, LENGTH, CONTEXT, BROKEN = range(6)
-FINISH_REASONS = {STOP: "stop", STOP_STRING: "stop_string", LENGTH: "length", CONTEXT: "context"}
+FINISH_REASONS = {RUNNING: "running", STOP: "stop", STOP_STRING: "stop_string", LENGTH: "length", CONTEXT: "context"}
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,6 @@
 """`generate` and `stream`: seeds, settings a row, penalties and processors, log-probabilities, counts, errors."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,6 +73,22 @@ def test_stream_is_generate_in_pieces(table: Any, table_text: Any, prompts: Any,
         shown[piece.row] += piece.text
         reasons[piece.row] = piece.finish_reason
     assert (ids, shown, reasons) == (out.token_ids, out.texts, out.finish_reasons)
+
+
+def test_a_state_can_be_read_at_any_time(table: Any, prompts: Any, decode: Any) -> None:
+    """The beginning of the text while it runs, and in the end what `generate` returns, but for the times."""
+    out = decode(table, LOOKUP, trace=True)
+    job = specjax.prepare(table, prompts, LOOKUP, max_new_tokens=200, logprobs=True, trace=True)
+    state, _ = job.step(job.prefill())
+    early = specjax.read(job, state)
+    assert set(early.finish_reasons) == {"running"}
+    for tokens, all_tokens, text, all_text in zip(early.token_ids, out.token_ids, early.texts, out.texts, strict=True):
+        assert tokens == all_tokens[: len(tokens)] and tokens
+        assert all_text.startswith(text)
+    found = specjax.read(job, job.run(state))
+    same = {"prefill_seconds": 0.0, "seconds": 0.0}
+    assert replace(found, **same) == replace(out, **same)
+    assert len(repr(job)) < 200 and "prompt-lookup" in repr(job)
 
 
 def test_characters_that_span_tokens_come_whole(scripted: Any) -> None:

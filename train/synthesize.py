@@ -20,10 +20,10 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 import specjax
-from specjax.cli import json_object, run_command_line
+from specjax.cli import Bar, json_object, run_command_line
 from specjax.errors import InputError, check_whole
 from specjax.training.prompts import PromptFiles, read_prompts
 from specjax.training.shards import Run
@@ -91,8 +91,7 @@ def main(settings: Settings) -> None:
     recipe = settings.recipe
     prompts = find_prompts(settings)
     target = specjax.load(settings.target, dtype=settings.dtype)
-    console = Console(stderr=True, highlight=False)
-    with Meter(num_texts(prompts), console) as meter:
+    with Meter(num_texts(prompts)) as meter:
         run = synthesize(target, prompts, recipe, settings.output, settings.budget_mb, meter)
     if meter.resumed == num_texts(prompts):
         print(f"{settings.output}: finished already, nothing to do")
@@ -129,14 +128,15 @@ def report(run: Run, prompts: PromptFiles | FromNothing) -> str:
 
 
 class Meter:
-    """A bar on stderr: texts, tokens per second of this call, and the time left. Nothing where that is no terminal."""
+    """Texts, tokens per second of this call, and the time left."""
 
-    def __init__(self, texts: int, console: Console):
+    def __init__(self, texts: int, console: Console | None = None):
         self.tokens = self.ended = self.resumed = 0
         self._began = time.monotonic()
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("texts · {task.fields[figures]}"))
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=texts, figures="compiling")
+        self._bar = Bar(
+            BarColumn(), MofNCompleteColumn(), TextColumn("texts · {task.fields[figures]}"), console=console
+        )
+        self._task = self._bar.add_task("texts", total=texts, figures="compiling")
         self._texts = texts
 
     def __enter__(self) -> "Meter":

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from specjax.cli import Bar
 
-def progress_bar() -> Progress:
-    """On stderr, so that stdout holds results alone."""
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+
+def progress_bar() -> Bar:
+    return Bar(TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None], text: Sequence[int]) -> Table:

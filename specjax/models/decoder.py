@@ -73,7 +73,7 @@ class Decoder(nnx.Module):
         """Scores of every token, or of those in `ids` alone; float32."""
         head = self.head_rows(ids)
         rows = hidden.reshape(-1, hidden.shape[-1]).astype(head.dtype)  # stored features may be shorter
-        scores = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        scores = product(rows, head, 1)
         return scores.reshape(*hidden.shape[:-1], -1)
 
     def head_rows(self, ids: Int[Array, "C"] | None = None) -> Float[Array, "V M"]:
@@ -234,8 +234,26 @@ class Layer(nnx.Module):
 
 def project(x: Float[Array, "B T I"], weight: Float[Array, "I ..."]) -> Float[Array, "B T ..."]:
     """One plain matrix product `[B*T, I] @ [I, O]`: written with more axes, XLA may copy the weight each time."""
-    rows = x.reshape(-1, x.shape[-1]) @ weight.reshape(weight.shape[0], -1)
-    return rows.reshape(*x.shape[:-1], *weight.shape[1:])
+    rows, flat = x.reshape(-1, x.shape[-1]), weight.reshape(weight.shape[0], -1)
+    few = len(rows) < FEW_ROWS and x.dtype.itemsize == 2
+    out = product(rows, flat, 0).astype(x.dtype) if few else rows @ flat
+    return out.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+FEW_ROWS = 32
+
+
+def product(rows: Float[Array, "N I"], weight: Array, axis: int) -> Float[Array, "N O"]:
+    """Rows times a weight whose axis `axis` is summed over, in float32.
+
+    Few rows of 16-bit numbers want care on CPU, where XLA may convert the whole weight to float32 in every product, ten
+    times as long: it does so where the result is to have 16 bits (jax 0.10), and for a lone row, which goes twice here.
+    """
+    lone = len(rows) == 1 and rows.dtype.itemsize == 2
+    rows = jnp.repeat(rows, 2, axis=0) if lone else rows
+    dimensions = (((1,), (axis,)), ((), ()))
+    out = jax.lax.dot_general(rows, weight, dimensions, preferred_element_type=jnp.float32)
+    return out[:1] if lone else out
 
 
 @dataclass(frozen=True)

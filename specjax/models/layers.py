@@ -106,27 +106,28 @@ def attention(
     """
     keys, values = block
     batch, heads, group, tokens, width = q.shape
-    # keys on the left and queries on the right: the other way round XLA's CPU matmul copies the cached keys
+    # queries on the left of both products, heads and tokens in one axis: XLA's CPU matmul reads cached keys and
+    # values as they lie then; the other way round it converts and copies all of them in bfloat16
     q = (q * scale).astype(keys.dtype).reshape(batch, heads, group * tokens, width)
 
     def scores(k, bias):
-        raw = jnp.einsum("bksd,bknd->bksn", k, q, preferred_element_type=jnp.float32)
-        raw = raw.reshape(batch, heads, -1, group, tokens) + bias.transpose(0, 2, 1)[:, None, :, None]
-        return raw.reshape(batch, heads, -1, group * tokens)
+        raw = jnp.einsum("bknd,bksd->bkns", q, k, preferred_element_type=jnp.float32)
+        raw = raw.reshape(batch, heads, group, tokens, -1) + bias[:, None, None]
+        return raw.reshape(batch, heads, group * tokens, -1)
 
     def mix(weights, v):
-        return jnp.einsum("bksn,bksd->bknd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return jnp.einsum("bkns,bksd->bknd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
     own = scores(keys, block_mask)
-    top = jnp.max(own, axis=2, keepdims=True)
+    top = jnp.max(own, axis=-1, keepdims=True)
     if cache is None:
         own = jnp.exp(own - top)
-        mixed, total = mix(own, values), jnp.sum(own, axis=2)
+        mixed, total = mix(own, values), jnp.sum(own, axis=-1)
     else:
         past = scores(cache[0], cache_mask)
-        top = jnp.maximum(top, jnp.max(past, axis=2, keepdims=True))
+        top = jnp.maximum(top, jnp.max(past, axis=-1, keepdims=True))
         own, past = jnp.exp(own - top), jnp.exp(past - top)
-        mixed, total = mix(own, values) + mix(past, cache[1]), jnp.sum(own, axis=2) + jnp.sum(past, axis=2)
+        mixed, total = mix(own, values) + mix(past, cache[1]), jnp.sum(own, axis=-1) + jnp.sum(past, axis=-1)
     return (mixed / total[..., None]).astype(keys.dtype).reshape(batch, heads, group, tokens, width)
 
 
