@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specjax.models.config import MoeConfig, RopeConfig
 
+PIECE = 192  # tokens of a text whose attention is computed at once
 MASKED = -1e30  # finite: a row of only masked scores gives no NaN, and exp(MASKED - max) is exactly 0
 
 
@@ -102,10 +103,19 @@ def attention(
     """Softmax attention over the cached prefix and the block's own keys and values, without joining the two arrays.
 
     The block may hold keys of earlier tokens besides the T queries' own. Masks are additive (0 or MASKED). Every
-    query sees itself, so the sum is never empty. Softmax in float32.
+    query sees itself, so the sum is never empty, and none after itself: a long text is taken piece by piece, each with
+    the keys up to its end. Softmax in float32.
     """
     keys, values = block
     batch, heads, group, tokens, width = q.shape
+    if cache is None and PIECE < tokens == keys.shape[2]:
+        ends = [(start, min(start + PIECE, tokens)) for start in range(0, tokens, PIECE)]
+        pieces = [
+            attention(q[..., start:end, :], (keys[:, :, :end], values[:, :, :end]), mask, None, None, scale)
+            for start, end in ends
+            for mask in [block_mask[:, start:end, :end]]
+        ]
+        return jnp.concatenate(pieces, axis=3)
     # queries on the left of both products, heads and tokens in one axis: XLA's CPU matmul reads cached keys and
     # values as they lie then; the other way round it converts and copies all of them in bfloat16
     q = (q * scale).astype(keys.dtype).reshape(batch, heads, group * tokens, width)

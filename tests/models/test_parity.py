@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from specjax.cache import write
+from specjax.models import layers
 from specjax.models.checkpoint import read_hf_directory, write_hf_directory
 from specjax.models.config import ModelConfig, RopeConfig
 from specjax.models.decoder import Decoder
@@ -37,8 +38,13 @@ def test_every_family_is_there() -> None:
     assert kinds == {"default", "linear", "llama3", "yarn"}
 
 
-def test_without_cache(golden: tuple[Decoder, np.ndarray, np.ndarray]) -> None:
+@pytest.mark.parametrize("piece", [layers.PIECE, 7])
+def test_without_cache(
+    golden: tuple[Decoder, np.ndarray, np.ndarray], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one go, and in pieces as long texts are."""
     model, ids, logits = golden
+    monkeypatch.setattr(layers, "PIECE", piece)
     np.testing.assert_allclose(forward(model, ids), logits, atol=TOLERANCE, rtol=0)
 
 
