@@ -15,10 +15,12 @@ costs of blocks and drafting at each batch size; the dashed one is the textbook 
 wait. The first follows the points up to what rounds cost outside of drafting and checking; the second shows by its
 distance what waiting costs.
 
-A drafter that adapts its blocks to their cost is one more drafter: name it in --drafters. Its prediction is that of
-what it does one by one.
+A drafter that adapts (`adaptive:`) is given the costs of each batch size, which are measured the first time and kept.
+Below the table stands what it does there: the share of its rounds by block size. Expect whole drafts one by one, ever
+smaller blocks in larger batches, at last plain steps but for a try now and then; and a speedup that follows the best of
+the fixed drafts and does not fall far below 1. Its prediction is that of what it does one by one.
 
-The first command takes about 6 minutes on two CPU cores.
+The first command takes about 10 minutes on two CPU cores, some less where costs are known.
 """
 
 import time
@@ -31,8 +33,8 @@ import jax
 import numpy as np
 import tyro
 from common import plots
-from common.console import exit_status, make_table, number, progress_bar, show, small
-from common.drafters import PLAIN, Named, parse_drafters
+from common.console import exit_status, make_table, number, percent, progress_bar, show, small
+from common.drafters import ADAPTIVE, PLAIN, Named, parse_drafters
 from common.evaluation import Call, Plan, check_prompts
 from common.options import check_least, check_seed, check_some, settings_of
 from common.prediction import DEFINITIONS as PREDICTED
@@ -52,6 +54,7 @@ from specjax.ladder import ladder
 
 OWN_DEFINITIONS = {
     "block_tokens": "mean size of the blocks that were run, of each row",
+    "block_shares": "share of the rounds by the size of their block, 1 being a plain step; of a batch's longest row",
     "verify_cost": "time of a target pass by the tokens in each row's block, relative to one over a single token a row "
     "at the same batch size",
     "predicted_speedup": "rounds of plain decoding / rounds of the drafter × 1 / (draft steps × c + v): rounds of a "
@@ -86,7 +89,7 @@ class Options:
     """
 
     target: str = "smollm2-135m-instruct"
-    drafters: tuple[str, ...] = ("prompt-lookup:k=3", "prompt-lookup:k=8")
+    drafters: tuple[str, ...] = ("prompt-lookup:k=3", "prompt-lookup:k=8", "adaptive:prompt-lookup:k=8")
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     prompts: Path | None = None
     tasks: tuple[str, ...] = ()
@@ -125,6 +128,7 @@ class Point:
     alpha: float | None
     draft_cost: float | None
     block_tokens: float
+    block_shares: dict[int, float]
     tokens_per_second: float
     speedup: float
     speedup_interval: list[float] | None
@@ -145,8 +149,7 @@ def main() -> int:
     runs: dict[int, Measured] = {}
     costs: dict[int, dict[int, float]] = {}
     for size in options.sizes:
-        # made for each batch size, since a drafter may be made for one: costs of its blocks, say
-        drafters = [a.make(target, options.dtype) for a in asked]
+        drafters = [a.make(target, options.dtype, size) for a in asked]  # those that adapt need the costs there
         plan = Plan(
             batch_size=size,
             max_new_tokens=options.max_new_tokens,
@@ -223,6 +226,7 @@ def points_of(
         for d in drafters:
             row = rows[d.label]
             predicted = by_alpha = None
+            blocks = blocks_run(run.calls_of(d.label))
             if d.kind != PLAIN:
                 drafted = Drafted.of(runs[1].calls_of(d.label))
                 tokens = slowest_rows(run.calls_of(PLAIN), runs[1].calls_of(PLAIN), runs[1].calls_of(d.label))
@@ -236,7 +240,8 @@ def points_of(
                     tokens_per_call=row["tokens_per_call"],
                     alpha=row["alpha"],
                     draft_cost=row["draft_cost"],
-                    block_tokens=mean_block(run.calls_of(d.label)),
+                    block_tokens=float(np.mean(blocks)),
+                    block_shares={size: blocks.count(size) / len(blocks) for size in sorted(set(blocks))},
                     tokens_per_second=row["tokens_per_second"],
                     speedup=row["speedup"],
                     speedup_interval=row["speedup_interval"],
@@ -262,10 +267,19 @@ def slowest_rows(batches: Sequence[Call], plain: Sequence[Call], drafted: Sequen
     return rounds(plain) / rounds(drafted)
 
 
-def mean_block(calls: Sequence[Call]) -> float:
-    """Of the rounds of every batch, which are those of the row that had most."""
-    rounds = [r for call in calls for r in max(call.generation.trace or [[]], key=len)]
-    return float(np.mean([r.block_tokens for r in rounds]))
+def blocks_run(calls: Sequence[Call]) -> list[int]:
+    """Block sizes of the rounds of every batch, which are those of the row that had most."""
+    return [r.block_tokens for call in calls for r in max(call.generation.trace or [[]], key=len)]
+
+
+def adapted(points: Sequence[Point], drafter: str) -> list[str]:
+    """What a drafter that adapts did at each batch size."""
+    lines = []
+    for p in points:
+        if p.drafter == drafter:
+            shares = ", ".join(f"{size}: {percent(share)}" for size, share in p.block_shares.items())
+            lines.append(f"{drafter}, batch {p.batch_size}: rounds by block size {shares}; speedup {p.speedup:.2f}.")
+    return lines
 
 
 def loses_from(points: Sequence[Point], drafter: str) -> dict[str, float | None]:
@@ -334,6 +348,9 @@ def report(
         never = f"not up to {max(p.batch_size for p in points)}"
         places = ", ".join(f"{name} {never if place is None else number(place, 1)}" for name, place in found.items())
         parts.append(f"{drafter} is slower than plain decoding from batch: {places}.")
+    for drafter in losing:
+        if drafter.startswith(f"{ADAPTIVE}:"):
+            parts += adapted(points, drafter)
     for size, table in costs.items():
         blocks = ", ".join(f"{tokens}: {cost:.2f}" for tokens, cost in table.items())
         parts.append(f"Batch {size}: a pass over so many tokens a row relative to one: {blocks}.")
@@ -346,22 +363,24 @@ def report(
 
 
 def draw(target: Target, points: Sequence[Point]) -> Any:
-    """Speedups, measured and predicted, and tokens per second."""
-    figure, [[left, right]] = plots.panels(1, 2, f"{target.name}, {target.dtype}: by batch size", 4.2, 3.4)
+    """Speedups, measured and predicted, tokens per second, and the blocks that were run."""
+    figure, [[left, middle, right]] = plots.panels(1, 3, f"{target.name}, {target.dtype}: by batch size", 3.6, 3.2)
     drafters = list(dict.fromkeys(p.drafter for p in points))
     for i, drafter in enumerate(drafters):
         some = [p for p in points if p.drafter == drafter]
         sizes = [p.batch_size for p in some]
-        plots.measured(right, sizes, [p.tokens_per_second for p in some], i)
+        plots.measured(middle, sizes, [p.tokens_per_second for p in some], i)
+        plots.measured(right, sizes, [p.block_tokens for p in some], i)
         if drafter != PLAIN:
             plots.measured(left, sizes, [p.speedup for p in some], i, [p.speedup_interval for p in some])
             plots.predicted(left, sizes, [p.predicted_speedup for p in some], i)
             plots.predicted(left, sizes, [p.formula_speedup for p in some], i, dashed=True)
     plots.level(left, 1)
-    for axis in (left, right):
+    for axis in (left, middle, right):
         plots.doubling(axis, sorted({p.batch_size for p in points}))
     plots.label(left, x="batch size", y="speedup over plain decoding")
-    plots.label(right, x="batch size", y="tokens per second")
+    plots.label(middle, x="batch size", y="tokens per second")
+    plots.label(right, x="batch size", y="tokens in a block, mean")
     meaning = [("points", "measured"), ("dotted", "predicted"), ("dashed", "formula, one α")]
     plots.legend(figure, drafters, meaning)
     return figure

@@ -22,15 +22,15 @@ from common.console import make_table, progress_bar, show
 from common.options import check_least, settings_of
 from common.prompts import prompt_ids, read_prompts
 from common.results import check_output, provenance, write_json
-from common.timing import excess, in_turns, median_of, without_compiling
+from common.timing import excess, in_turns, median_of
 from measure import hugging_face
 from measure.passes import Bandwidth, TargetPass, bytes_read, time_passes, timed_steps
+from measure.peers import Method, ours, run_methods
 from measure.programs import bytes_of, compile_loop
 from measure.rounds import EVERYTHING, FOUND, NOTHING, FullBlock, RoundTimer, Stub
 from measure.shapes import load_target
 from measure.states import prompts_for, start_state
 
-import specjax
 from specjax import Greedy, Plain, PromptLookup, Rejection, Sampling, Target
 from specjax.cli import run_command_line
 from specjax.laws import Law
@@ -218,37 +218,25 @@ def comparison(target: Target, done: Callable[[], None]) -> list[Line]:
     """Tokens per second against Hugging Face's, on the first prompt of each task, in turns; prefill included."""
     other = hugging_face.HuggingFace(target)
     ids = [prompt_ids(target, conversation) for conversation in read_prompts(limit=1)]
-    other.generate(ids[0], 8, None)
-
-    def ours(prompt: list[int], drafter: specjax.Drafter) -> tuple[list[int], float]:
-        g, _ = without_compiling(lambda: specjax.generate(target, [prompt], drafter=drafter, max_new_tokens=NEW_TOKENS))
-        return g.token_ids[0], g.prefill_seconds + g.seconds
-
-    methods: dict[str, Callable[[list[int]], tuple[list[int], float]]] = {
-        "specjax, plain": lambda prompt: ours(prompt, Plain()),
-        "Hugging Face generate": lambda prompt: other.generate(prompt, NEW_TOKENS, None),
-        "specjax, prompt lookup": lambda prompt: ours(prompt, LOOKUP),
-        "Hugging Face prompt lookup": lambda prompt: other.generate(prompt, NEW_TOKENS, LOOKUP.num_draft_tokens),
-    }
-    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for prompt in ids:
-        for name, decode in methods.items():
-            text, seconds = decode(prompt)
-            texts[name].append(text)
-            rates[name].append(len(text) / seconds)
-            done()
-    first = next(iter(methods))
+    other.generate(ids[0], 8)
+    methods = [
+        Method("specjax, plain", ours(target, Plain())),
+        Method("Hugging Face generate", other.generate),
+        Method("specjax, prompt lookup", ours(target, LOOKUP)),
+        Method("Hugging Face prompt lookup", partial(other.generate, prompt_lookup=LOOKUP.num_draft_tokens)),
+    ]
+    found = {ran.method.name: ran for ran in run_methods(methods, ids, NEW_TOKENS, warm=False, done=done)}
+    first = next(iter(found.values()))
     lines = []
-    for name in methods:
-        same = sum(a == b for a, b in zip(texts[name], texts[first], strict=True))
-        note = "prefill included" if name == first else f"prefill included; same text on {same} of {len(ids)} prompts"
-        lines.append(Line(name, statistics.median(rates[name]), "tokens/s", note))
+    for name, ran in found.items():
+        same = f"same text on {ran.same_texts(first)} of {len(ids)} prompts"
+        note = "prefill included" if ran is first else f"prefill included; {same}"
+        lines.append(Line(name, statistics.median(ran.rates), "tokens/s", note))
     for above, below in (
         ("specjax, plain", "Hugging Face generate"),
         ("specjax, prompt lookup", "Hugging Face prompt lookup"),
     ):
-        ratio = median_of(lambda a, b: a / b, rates[above], rates[below])
+        ratio = median_of(lambda a, b: a / b, found[above].rates, found[below].rates)
         lines.append(Line(f"{above} / {below}", ratio, "×", "median over the prompts"))
     return lines
 

@@ -41,7 +41,8 @@ class Options:
         target: "smollm2-135m-instruct", a Hugging Face directory, a .gguf file, or a Hub id.
         drafters: what to compare with plain decoding, settings after a colon: prompt-lookup:k=8,max_ngram=3,
             suffix:k=16, recycling, eagle:PATH,k=5 (a chain), eagle:PATH,depth=6,top_k=8,total=32 (a grown tree; total
-            counts the pending token), medusa:PATH, draft-model:PATH,k=4.
+            counts the pending token), medusa:PATH, mtp:PATH, draft-model:PATH,k=4, combined:prompt-lookup:k=4;suffix
+            (both), adaptive:prompt-lookup:k=16 (what pays, by costs that are measured the first time).
         prompts: JSONL file with question_id, category, turns; our own five tasks without it.
         tasks: only these categories of the file.
         limit: at most so many prompts of each task.
@@ -124,7 +125,7 @@ def main() -> int:
     conversations = read_prompts(options.prompts, options.tasks, options.limit)
     asked = parse_drafters(options.drafters)
     target = load_target(options.target, options.dtype)
-    drafters = [drafter.make(target, options.dtype) for drafter in asked]
+    drafters = [drafter.make(target, options.dtype, options.batch_size) for drafter in asked]
     check_prompts(target, conversations)
     measured = compare(target, drafters, conversations, options.plan(len(conversations)))
     seconds = time.perf_counter() - begin

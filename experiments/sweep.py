@@ -61,7 +61,8 @@ class Options:
 
     Attributes:
         target: "smollm2-135m-instruct", a Hugging Face directory, a .gguf file, or a Hub id.
-        drafters: as for eval.py, without k, which `k` sets; those with a k or a tree of their own stay as they are.
+        drafters: as for eval.py, without k, which `k` sets; those with a k or a tree of their own, or made of others,
+            stay as they are.
         k: draft lengths.
         temperatures: each a run of its own; 0 is greedy.
         top_p: at temperatures above 0, keep the most likely tokens that together hold this mass; 1 is off.

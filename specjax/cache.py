@@ -4,11 +4,15 @@ It holds keys and values of exactly the positions `[0, length - 1)` of each row:
 one) is not in it yet. Slots past that are finite and never read, so nothing is ever rolled back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +37,15 @@ class KVCache:
         """Allocate; `heads` gives (K, D) for each layer."""
         keys = tuple(jnp.zeros((batch, k, capacity, d), dtype) for k, d in heads)
         return cls(keys, tuple(jnp.zeros_like(key) for key in keys))
+
+
+def read_first(active: Bool[Array, "B"], read: Callable[[], T]) -> T:
+    """What `read` gives, which reads a cache that its caller then writes to; zeros where no row is active.
+
+    The conditional orders the writing after every read. Without one, XLA copies the cache each time.
+    """
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read))
+    return jax.lax.cond(active.any(), read, lambda: nothing)
 
 
 def write(cache: KVCache, block: KVCache, start: Int[Array, "B"]) -> KVCache:

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from specjax import decode
+from specjax.cache import KVCache
 from specjax.costs import Costs
+from specjax.drafters.check import check_drafter
 from specjax.errors import InputError, check_whole
 from specjax.job import BUCKET, lay_out
 from specjax.ladder import ladder
@@ -51,8 +53,9 @@ def measure_costs(
         fresh: measure again.
 
     Raises:
-        InputError: a size below 1, or a context that the target does not have.
+        InputError: a size below 1, a context that the target does not have, or a drafter for another target.
     """
+    check_drafter(drafter, target)
     for name, value in (("batch_size", batch_size), ("context", context), ("repetitions", repetitions)):
         check_whole(name, value, 1)
     room = target.model.max_positions - decode.capacity(0, drafter)
@@ -75,18 +78,33 @@ def measure_costs(
 
 def _described(target: Target, drafter: Drafter, batch_size: int, context: int) -> dict[str, Any]:
     device = jax.devices()[0]
-    shapes = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(drafter) if hasattr(x, "shape")]
     return {
         "device": f"{device.platform} {device.device_kind} × {jax.device_count()}, {os.cpu_count()} cores",
         "jax": jax.__version__,
-        "target": target.weights_hash,
+        # a model that came from no file has no hash
+        "target": target.weights_hash or [target.name, *_shapes(target.model)],
         "dtype": target.dtype,
-        "drafter": [drafter.name, *shapes],
+        "drafter": [drafter.name, _settings(drafter), *_shapes(drafter)],
         "nodes": list(ladder(drafter)),
         "depth": drafter.max_depth,
         "batch_size": batch_size,
         "context": context,
     }
+
+
+def _shapes(tree: Any) -> list[str]:
+    return [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+
+
+def _settings(value: Any) -> Any:
+    """A drafter's settings, those of its parts among them; what drafts of the same shapes cost may depend on any."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_settings(x) for x in value]
+    if is_dataclass(value):
+        return [type(value).__name__, {f.name: _settings(getattr(value, f.name)) for f in fields(value)}]
+    return type(value).__name__
 
 
 def _measure(
@@ -103,51 +121,67 @@ def _measure(
         stops=make_stops((), (), None, model.vocab_size),
         key=jax.random.split(jax.random.key(0), batch_size),
     )
-    passes, proposals = jax.jit(_passes, static_argnums=2), jax.jit(_proposals)
-    timers = [_Timer(partial(passes, model, state, nodes)) for nodes in ladder(drafter)]
-    timers.append(_Timer(partial(proposals, model, drafter, state)))
+    timers = [Timer(partial(passes, model, state.cache, state.length, 1 + nodes)) for nodes in ladder(drafter)]
+    timers.append(Timer(partial(proposals, model, drafter, state)))
     with jax.default_matmul_precision("highest" if target.dtype == "float32" else "default"):
         turns = [[timer() for timer in timers] for _ in range(repetitions)]
     *verify, draft = (statistics.median(values) for values in zip(*turns, strict=True))
     return [max(x, 1e-9) for x in verify], max(draft, 0.0)
 
 
-class _Timer:
-    """Seconds of a step of `loop(n)`, n steps in one program."""
+class Timer:
+    """Times a step of `loop(n)`, n steps in one program; how many are timed together is found at the first call."""
 
-    def __init__(self, loop: Callable[[int], Array]):
-        self.loop, self.steps = loop, 0
+    def __init__(self, loop: Callable[[int], Any]):
+        self._loop, self._steps = loop, 0
 
     def __call__(self) -> float:
-        if not self.steps:
-            self.loop(1).block_until_ready()
-            self.steps = 1
-            while self.steps < 1024 and self() * self.steps < LEAST_SECONDS:
-                self.steps *= 2
-        begin = time.perf_counter()
-        self.loop(0).block_until_ready()
-        middle = time.perf_counter()
-        self.loop(self.steps).block_until_ready()
-        return (time.perf_counter() - middle - (middle - begin)) / self.steps
+        """Seconds of one step, now."""
+        if not self._steps:
+            jax.block_until_ready(self._loop(1))
+            self._steps = 1
+            while self._steps < 1024 and per_step(self._loop, self._steps) * self._steps < LEAST_SECONDS:
+                self._steps *= 2
+        return per_step(self._loop, self._steps)
 
 
-def _passes(model: TargetModel, state: DecodeState, nodes: int, n: Int[Array, ""]) -> Array:
-    """`n` passes, each over tokens that come out of the one before it, so that none can be left out."""
+def per_step(loop: Callable[[int], Any], steps: int) -> float:
+    """Seconds a step of `loop(n)`, n steps in one program: what a call costs with no step in it is taken away."""
+    return (seconds_of(lambda: loop(steps)) - seconds_of(lambda: loop(0))) / steps
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - begin
+
+
+@partial(jax.jit, static_argnames="block_tokens")
+def passes(
+    model: TargetModel, cache: KVCache, length: Int[Array, "B"], block_tokens: int, n: Int[Array, ""]
+) -> Int[Array, "B T"]:
+    """`n` target passes over blocks that read a cache: no search, no acceptance, no commit. Each is over tokens that
+    come out of the one before it, so that none can be left out.
+
+    Args:
+        length: committed tokens; the block starts at `length - 1`.
+    """
 
     def body(_: Any, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        draft = chain(tokens[:, 1:], jnp.full(tokens.shape[0], nodes))
+        draft = chain(tokens[:, 1:], jnp.full(tokens.shape[0], block_tokens - 1))
         # the barrier keeps all logits in being; reading a few of them costs nothing
-        seen = verify(model, state.cache, tokens[:, 0], state.length, draft)
-        logits = jax.lax.optimization_barrier(seen.logits)
+        logits = jax.lax.optimization_barrier(verify(model, cache, tokens[:, 0], length, draft).logits)
         return (jnp.abs(logits[:, :, 0]) * 1e4).astype(jnp.int32) % model.vocab_size
 
-    start = jnp.ones((state.length.shape[0], nodes + 1), jnp.int32)
+    start = jnp.ones((length.shape[0], block_tokens), jnp.int32)
     return jax.lax.fori_loop(0, n, body, start)
 
 
-def _proposals(model: TargetModel, drafter: Drafter, state: DecodeState, n: Int[Array, ""]) -> Array:
-    """`n` proposals, none of which can be left out: each sees a pending token that the one before it named, and a
-    memory that, for all the compiler knows, depends on that too (Medusa and EAGLE draft from their memory alone).
+@jax.jit
+def proposals(model: TargetModel, drafter: Drafter, state: DecodeState, n: Int[Array, ""]) -> Int[Array, ""]:
+    """`n` proposals from one state, none of which can be left out: each sees a pending token that the one before it
+    named, and a memory that, for all the compiler knows, depends on that too (Medusa and EAGLE draft from their memory
+    alone).
     """
     rows = jnp.arange(state.length.shape[0])
 

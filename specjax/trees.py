@@ -132,11 +132,6 @@ def depths(parents: Int[Array, "B N"], valid: Bool[Array, "B N"]) -> Int[Array, 
     return jnp.where(valid, ancestors(parents).sum(-1, dtype=jnp.int32), 0)
 
 
-def max_depth(draft: Draft) -> Int[Array, "B"]:
-    """Depth of the deepest valid node of each row, 0 where nothing is proposed."""
-    return depths(draft.parents, draft.valid).max(-1, initial=0)
-
-
 def ancestors(parents: Int[Array, "B N"]) -> Bool[Array, "B N N"]:
     """`[b, i, j]`: node j is node i or one of its ancestors, in any node order. O(log N) matrix products."""
     nodes = parents.shape[-1]

@@ -27,17 +27,17 @@ dl { font-size: .85em; display: grid; grid-template-columns: max-content auto; g
 summary { cursor: pointer; }
 .note { font-size: .85em; color: #555; margin: .2em 0; } .fault { color: #b00020; font-weight: bold; }
 .text { font: 14px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; padding: .5em .8em;
-  background: #fafafa; border: 1px solid #e5e5e5; border-radius: 4px; }
+  background: #fafafa; border: 1px solid #e5e5e5; border-radius: 4px; position: relative; }
 .text i { color: #888; font-style: normal; user-select: none; }
-.round { position: relative; border-left: 2px solid #777; padding-left: 1px; margin-left: 1px;
+.round { border-left: 2px solid #777; padding-left: 1px; margin-left: 1px;
   -webkit-box-decoration-break: slice; box-decoration-break: slice; }
 .round:hover, .round:focus { background: #eee; outline: none; }
 .token { border-radius: 2px; padding: .1em 0; }
 .accepted { background: #bfe3c8; } .bonus { background: #bcd8f2; } .corrected { background: #f8d0a8; }
 .rejected { background: #f3c1c1; text-decoration: line-through; }
-.guesses { display: none; position: absolute; left: 0; top: 1.6em; z-index: 1; background: #fff; white-space: pre-wrap;
-  border: 1px solid #999; border-radius: 4px; padding: .3em .6em; width: max-content; max-width: 40em;
-  box-shadow: 0 2px 6px #0003; line-height: 1.5; }
+.guesses { display: none; position: absolute; left: .4em; z-index: 1; background: #fff; white-space: pre-wrap;
+  border: 1px solid #999; border-radius: 4px; padding: .3em .6em; width: max-content; max-width: calc(100% - 2.2em);
+  box-shadow: 0 2px 6px #0003; line-height: 1.5; pointer-events: none; }
 .round:hover > .guesses, .round:focus > .guesses { display: block; }
 .guess { display: block; } .guess .token { margin-right: 2px; }
 .has { border-left-color: #c0392b; }

@@ -35,17 +35,6 @@ def without_compiling(call: Callable[[], Result]) -> tuple[Result, float]:
     return result, warmed
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - begin
-
-
-def per_step(loop: Callable[[int], Any], steps: int) -> float:
-    """Seconds a step of `loop(n)`, n steps in one program: what a call costs with no step in it is taken away."""
-    return (seconds_of(lambda: loop(steps)) - seconds_of(lambda: loop(0))) / steps
-
-
 def excess(measure: Callable[[], float], base: Callable[[], float]) -> float:
     """What `measure` says above `base`, which is asked right before and right after it."""
     before, value, after = base(), measure(), base()

@@ -3,20 +3,19 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from common.timing import in_turns, median_of, per_step, seconds_of
+from common.timing import in_turns, median_of
 from flax import nnx
-from jaxtyping import Array, Int
 
 from measure.programs import bytes_of
 from specjax.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.interface import TargetModel
-from specjax.trees import chain
-from specjax.verify import verify
+from specjax.timing import passes, per_step, seconds_of
 
 BANDWIDTH_BYTES = 512 * 2**20
 MATRIX = {"cpu": 1024}  # rows of the matrices that are multiplied; OTHER_MATRIX on accelerators
@@ -81,7 +80,7 @@ def time_passes(
 
 
 class TargetPass:
-    """Times a pass over a block of T tokens that reads a cache: no search, no acceptance, no commit.
+    """Times a pass over a block of T tokens that reads a cache (`specjax.timing.passes`).
 
     Args:
         length: committed tokens; the block starts at `length - 1`.
@@ -90,28 +89,13 @@ class TargetPass:
 
     def __init__(self, model: TargetModel, cache: KVCache, block_tokens: int, length: int, steps: int):
         batch = cache.keys[0].shape[0]
-        program = jax.jit(_passes, static_argnums=2)
-        lengths = jnp.full(batch, length, jnp.int32)
-        self._loop = lambda n: program(model, cache, block_tokens, lengths, n)
+        self._loop = partial(passes, model, cache, jnp.full(batch, length, jnp.int32), block_tokens)
         self._steps = steps
         self._loop(1).block_until_ready()
 
     def __call__(self) -> float:
         """Seconds of one pass, now."""
         return per_step(self._loop, self._steps)
-
-
-def _passes(model: TargetModel, cache: KVCache, block_tokens: int, length: Int[Array, "B"], n: Int[Array, ""]) -> Array:
-    """`n` passes, each over tokens that come out of the one before it, so that none can be left out."""
-
-    def body(_: Any, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        draft = chain(tokens[:, 1:], jnp.full(tokens.shape[0], block_tokens - 1))
-        # the barrier keeps all logits in being; reading a few of them costs nothing
-        logits = jax.lax.optimization_barrier(verify(model, cache, tokens[:, 0], length, draft).logits)
-        return (jnp.abs(logits[:, :, 0]) * 1e4).astype(jnp.int32) % model.vocab_size
-
-    start = jnp.ones((length.shape[0], block_tokens), jnp.int32)
-    return jax.lax.fori_loop(0, n, body, start)
 
 
 class Bandwidth:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from common.timing import per_step
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax import Context, DecodeState, Draft, Drafter, PromptLookup, decode
@@ -14,6 +13,7 @@ from specjax.cache import KVCache
 from specjax.laws import Law
 from specjax.models.interface import Output, TargetModel
 from specjax.state import Round, static
+from specjax.timing import per_step
 from specjax.trees import chain
 from specjax.verify import verify
 

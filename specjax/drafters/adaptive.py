@@ -21,7 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.costs import Costs
+from specjax.drafters.check import check_drafter
 from specjax.errors import InputError
+from specjax.models.target import Target
 from specjax.state import Context, Drafter, Round, static
 from specjax.trees import Draft, ancestors
 
@@ -83,6 +85,9 @@ class Adaptive:
             )
         if isinstance(self.costs, Costs):
             self.costs.check(self.drafter)
+
+    def check(self, target: Target) -> None:
+        check_drafter(self.drafter, target)
 
     @property
     def name(self) -> str:

@@ -6,13 +6,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, write
+from specjax.cache import KVCache, read_first, write
+from specjax.drafters.confidence import check_confidence, confidence
 from specjax.drafters.small_decoder import OverTarget, SmallDecoder
 from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError, check_block_sizes, check_whole
-from specjax.models.interface import Output, TargetModel
+from specjax.models.interface import TargetModel
 from specjax.models.prefill import prefill
 from specjax.models.target import Target
 from specjax.models.tokenizer import Tokenizer, compare
@@ -72,6 +73,8 @@ class DraftModel:
         num_draft_tokens: k.
         sample: draw proposals where the temperature is above 0.
         block_sizes: see `Drafter`.
+        min_confidence: a draft ends before the token of which the draft model is less sure than this; 0 is off. See
+            `confidence`.
         tokenizer: of the draft model, to be compared with the target's; taken from `model` where that has one.
     """
 
@@ -79,6 +82,7 @@ class DraftModel:
     num_draft_tokens: int = static(default=4)
     sample: bool = static(default=True)
     block_sizes: tuple[int, ...] | None = static(default=None)
+    min_confidence: float = static(default=0.0)
     tokenizer: Beside = static(default=Beside())
 
     name: ClassVar[str] = "draft-model"
@@ -88,6 +92,7 @@ class DraftModel:
     def __post_init__(self) -> None:
         check_whole("num_draft_tokens", self.num_draft_tokens, 0)
         check_block_sizes(self.block_sizes)
+        check_confidence(self.min_confidence)
         if self.model is None or isinstance(self.model, str):
             raise InputError(f"model: expected what specjax.load returns, got {self.model!r}")
         if isinstance(self.model, Target):
@@ -115,17 +120,21 @@ class DraftModel:
         model = self.over(context.model)
         cache, hidden = self.catch_up(model, memory, context)
 
-        def feed(cache: KVCache, token: Array, i: Array) -> tuple[KVCache, Array]:
+        def feed(state: tuple[KVCache, Array], token: Array, i: Array) -> tuple[tuple[KVCache, Array], Array]:
+            cache, fed = state
             at = context.length + i
-            output = read(context, model, token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
-            return write(cache, output.block, at), output.hidden
+            block = (token[:, None], at[:, None], jnp.ones((batch, 1, 1), bool), cache, at)
+            output = read_first(context.running, lambda: model(*block))
+            return (write(cache, output.block, at), fed.at[:, i + 1].set(token)), output.hidden
 
         def scores(hidden: Array) -> Scores:
             return scores_of(model, hidden, context.model.vocab_size)
 
+        fed = jnp.full_like(memory.fed, -1).at[:, 0].set(context.pending)
         # the last drafted token is not fed: the next `propose` does it if it is accepted
-        draft, cache = draft_chain(k, hidden, cache, feed, scores, context, self.sample)
-        fed = jnp.concatenate([context.pending[:, None], draft.tokens[:, : k - 1]], axis=1)
+        draft, (cache, fed) = draft_chain(
+            k, hidden, (cache, fed), feed, scores, context, self.sample, self.min_confidence
+        )
         return draft, Memory(cache, context.length - 1, fed, context.length - 1)
 
     def over(self, target: TargetModel) -> TargetModel:
@@ -143,7 +152,7 @@ class DraftModel:
         def feed(cache: KVCache, valid: Array) -> Any:
             slots = valid[:, None] + jnp.arange(CATCH_UP)
             tokens = jnp.take_along_axis(context.tokens, slots, axis=1)
-            return read(context, model, tokens, slots, mask, cache, valid)
+            return read_first(context.running, lambda: model(tokens, slots, mask, cache, valid))
 
         def body(carry: tuple[KVCache, Array, Array]) -> tuple[KVCache, Array, Array]:
             cache, valid, hidden = carry
@@ -199,8 +208,13 @@ def draft_chain(
     scores: Callable[[Float[Array, "B 1 M"]], Scores],
     context: Context,
     sample: bool,
+    min_confidence: float = 0.0,
 ) -> tuple[Draft, Any]:
     """A chain of one token or more, drafted one after the other; the last one is not fed.
+
+    A row's chain ends before the first token whose `confidence` is below `min_confidence`. Whether a token is there is
+    thus decided by those before it, so drawn ones stay lossless. Once the chains of all rows have ended nothing more is
+    run.
 
     Args:
         hidden: what the first token is read out of: the state at the pending token.
@@ -208,11 +222,14 @@ def draft_chain(
         feed: `(state, token, i) -> (state, hidden)` after draft token i, which stands at `context.length + i`.
         scores: of the tokens after a hidden state.
         sample: draw the tokens where the temperature is above 0.
+        min_confidence: 0 is off.
 
     Returns:
-        The draft, and the state after all tokens but the last.
+        The draft, and the state after all tokens but the last, or after those that were fed.
     """
     batch, k = context.length.shape[0], num_draft_tokens
+    if min_confidence > 0:
+        return _sure_chain(k, hidden, state, feed, scores, context, sample, min_confidence)
 
     def draft_one(carry: tuple[Any, Array, Array], i: Array) -> tuple[tuple[Any, Array, Array], Any]:
         state, hidden, path = carry
@@ -227,6 +244,53 @@ def draft_chain(
     q = None if law is None else jnp.concatenate([jnp.moveaxis(laws, 0, 1), law[:, None]], axis=1)
     sound = jnp.cumprod(path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
     return chain(path, sound, q), state
+
+
+def _sure_chain(
+    k: int, hidden: Array, state: Any, feed: Any, scores: Any, context: Context, sample: bool, min_confidence: float
+) -> tuple[Draft, Any]:
+    """`draft_chain` with a threshold; the same draws, and the same tokens up to where a row ends."""
+
+    def look(hidden: Array, path: Array, i: Array) -> tuple[Array, Array, Array | None]:
+        """Which rows are sure of token i, the token, and its law."""
+        found = scores(hidden)
+        token, law = pick(found, path, i, context, sample)
+        return confidence(found.values[:, 0]) >= min_confidence, token, law
+
+    def put(drafted: _Chain, hidden: Array, i: Array) -> _Chain:
+        sure, token, law = look(hidden, drafted.path, i)
+        going = drafted.going & sure
+        laws = None if drafted.laws is None or law is None else drafted.laws.at[:, i].set(law)
+        return _Chain(drafted.path.at[:, i].set(token), laws, drafted.length + going, going)
+
+    def goes_on(carry: tuple[Array, Any, _Chain]) -> Array:
+        i, _, drafted = carry
+        return (i < k) & drafted.going.any()
+
+    def draft_one(carry: tuple[Array, Any, _Chain]) -> tuple[Array, Any, _Chain]:
+        i, state, drafted = carry
+        state, hidden = feed(state, drafted.path[:, i - 1], i - 1)
+        return i + 1, state, put(drafted, hidden, i)
+
+    batch = context.length.shape[0]
+    path, zero = jnp.zeros((batch, k), jnp.int32), jnp.int32(0)
+    law = jax.eval_shape(look, hidden, path, zero)[2]
+    laws = None if law is None else jnp.zeros((batch, k, law.shape[1]), law.dtype)
+    first = put(_Chain(path, laws, jnp.zeros(batch, jnp.int32), context.running), hidden, zero)
+    _, state, end = jax.lax.while_loop(goes_on, draft_one, (jnp.int32(1), state, first))
+    sound = jnp.cumprod(end.path < context.model.vocab_size, axis=1).sum(-1)  # a broken law drafts nothing
+    return chain(end.path, jnp.minimum(end.length, sound), end.laws), state
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Chain:
+    """A chain that is being drafted: its tokens so far, their laws, how many are in the draft, which rows go on."""
+
+    path: Int[Array, "B N"]
+    laws: Float[Array, "B N V"] | None
+    length: Int[Array, "B"]
+    going: Bool[Array, "B"]
 
 
 def pick(
@@ -254,11 +318,3 @@ def scores_of(model: TargetModel, hidden: Float[Array, "B 1 M"], vocab_size: int
     logits = model.logits(hidden)[:, :, :vocab_size]
     missing = ((0, 0), (0, 0), (0, vocab_size - logits.shape[-1]))
     return Scores(jnp.pad(logits, missing, constant_values=-jnp.inf), None, vocab_size)
-
-
-def read(context: Context, model: TargetModel, *block: Any) -> Output:
-    """A pass over a block. The conditional orders the writing of the cache after every read of it; without one, XLA
-    copies the cache each time.
-    """
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(model, *block))
-    return jax.lax.cond(context.running.any(), lambda: model(*block), lambda: nothing)

@@ -11,17 +11,20 @@ come from the target's true features: `update` runs the network over what the ro
 from the network's own outputs stays beside the cache and is forgotten with the round.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from specjax.cache import KVCache, write
+from specjax.cache import KVCache, read_first, write
+from specjax.drafters.confidence import check_confidence, confidence
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork, feed, pair
-from specjax.drafters.eagle_step import Memory, child_scores, feed_nodes, known
+from specjax.drafters.eagle_step import Memory, Network, child_scores, feed_nodes, known, processed, raw_scores
 from specjax.drafters.growing import GrownTree, grow
 from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError
@@ -42,18 +45,20 @@ class Eagle:
         sample: draw the tokens where the temperature is above 0 (siblings without replacement) instead of taking the
             most likely ones. None: chains do, trees do not. A grown tree cannot.
         block_sizes: see `Drafter`.
+        min_confidence: a chain ends before the token of which the network is less sure than this; 0 is off, and trees
+            have none. See `confidence`.
     """
 
     network: EagleNetwork | Eagle3Network
     tree: StaticTree | GrownTree = static(default=chain_tree(5))
     sample: bool | None = static(default=None)
     block_sizes: tuple[int, ...] | None = static(default=None)
+    min_confidence: float = static(default=0.0)
 
     wants_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.sample and isinstance(self.tree, GrownTree):
-            raise InputError("sample: a grown tree chooses nodes by their tokens, so drawn ones would not be lossless")
+        check_drafting(self.tree, self.sample, self.min_confidence)
 
     @property
     def name(self) -> str:
@@ -94,10 +99,7 @@ class Eagle:
         return Memory(*jax.lax.fori_loop(0, total // chunk, body, (cache, nothing)))
 
     def propose(self, memory: Memory, context: Context) -> tuple[Draft, Memory]:
-        if isinstance(self.tree, GrownTree):
-            return grow(self.network, self.tree, memory, context), memory
-        sample = self.tree.is_chain if self.sample is None else self.sample
-        return fill(self.network, self.tree, memory, context, sample and context.rules.drawn), memory
+        return draft(self.network, self.tree, memory, context, self.sample, self.min_confidence), memory
 
     def update(self, memory: Memory, round: Round, context: Context) -> Memory:
         """Feed the pairs that the round completed: the true features along its path, with the committed tokens."""
@@ -105,7 +107,8 @@ class Eagle:
         features = self.network.fuse({name: round.along_path(value) for name, value in round.features.items()})
         places = start[:, None] + jnp.arange(features.shape[1] + 1)
         text = jnp.take_along_axis(context.tokens, places, axis=1)
-        fed = feed(self.network, context.model, pair(features, text, start), memory.cache, start)
+        pairs = pair(features, text, start)
+        fed = read_first(round.count > 0, lambda: feed(self.network, context.model, pairs, memory.cache, start))
         last = jnp.maximum(round.count - 1, 0)
         feature = jax.vmap(lambda row, i: row[i])(fed.features, last)
         feature = jnp.where((round.count > 0)[:, None], feature, memory.feature)
@@ -113,9 +116,36 @@ class Eagle:
         return Memory(write(memory.cache, fed.block, start), feature)
 
 
-def fill(
-    network: EagleNetwork | Eagle3Network, tree: StaticTree, memory: Memory, context: Context, draw: bool
+def check_drafting(tree: StaticTree | GrownTree, sample: bool | None, min_confidence: float) -> None:
+    """Raise InputError for settings of `draft` that do not go together."""
+    if sample and isinstance(tree, GrownTree):
+        raise InputError("sample: a grown tree chooses nodes by their tokens, so drawn ones would not be lossless")
+    check_confidence(min_confidence)
+    if min_confidence and not (isinstance(tree, StaticTree) and tree.is_chain):
+        raise InputError(
+            "min_confidence: only a chain ends early; a grown tree chooses its nodes by confidence already, and "
+            "any other has a fixed shape"
+        )
+
+
+def draft(
+    network: Network,
+    tree: StaticTree | GrownTree,
+    memory: Memory,
+    context: Context,
+    sample: bool | None,
+    min_confidence: float,
 ) -> Draft:
+    """A draft of that shape, with settings as `Eagle` has them."""
+    if isinstance(tree, GrownTree):
+        return grow(network, tree, memory, context)
+    draw = (tree.is_chain if sample is None else sample) and context.rules.drawn
+    if min_confidence:
+        return sure_chain(network, tree, memory, context, draw, min_confidence)
+    return fill(network, tree, memory, context, draw)
+
+
+def fill(network: Network, tree: StaticTree, memory: Memory, context: Context, draw: bool) -> Draft:
     """The tokens of a static tree, level by level; only nodes with children are fed.
 
     Args:
@@ -157,12 +187,52 @@ def fill(
                 earlier,
                 jnp.broadcast_to(jnp.asarray(mask), (batch, *mask.shape)),
             )
-    tokens = jnp.concatenate([level.tokens for level in levels], axis=1)
-    exists = jnp.concatenate([level.exists for level in levels], axis=1)
-    q = jnp.concatenate([level.q for level in levels if level.q is not None], axis=1) if draw else None
     if tree.is_chain:
-        return chain(tokens, exists.sum(-1), q)
+        return _as_chain(levels)
+    tokens, exists, q = _together(levels)
     return order(tokens, parents, exists, jnp.ones_like(exists) if draw else None, q)
+
+
+def sure_chain(
+    network: Network,
+    tree: StaticTree,
+    memory: Memory,
+    context: Context,
+    draw: bool,
+    min_confidence: float,
+) -> Draft:
+    """`fill` for a chain, which ends before the first token whose `confidence` is below a threshold: the same draws,
+    and the same tokens up to there. Once the chains of all rows have ended nothing more is run.
+    """
+    batch = context.length.shape[0]
+
+    def step(depth: int, paths: Array, features: Array, earlier: Any) -> tuple[Any, ...]:
+        """The child at this depth, the output that it is read out of, and keys and values so far."""
+        if depth > 1:  # the token above is fed only now that it is needed
+            above, mask = paths[:, :, depth - 2], jnp.ones((batch, 1, depth - 1), bool)
+            features, earlier = feed_nodes(network, memory, context, above, features, depth - 1, earlier, mask)
+        raw = raw_scores(network, context, features, depth - 1)
+        scores = processed(raw, context, paths, depth - 1, filtered=draw)
+        level, slots = [depth - 1], np.array([0])
+        child = _draw(scores, level, slots, context) if draw else _rank(scores, tree, level, slots)
+        sure = confidence(raw.values) >= min_confidence
+        return child.tokens, child.exists & sure, child.q, features, earlier
+
+    def zeros(shapes: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    going = (known(context) & context.running)[:, None]
+    paths = jnp.zeros((batch, 1, tree.max_depth), jnp.int32)
+    features, earlier = memory.feature[:, None], None
+    levels: list[_Children] = []
+    for depth in range(1, tree.max_depth + 1):
+        run = partial(step, depth, paths, features, earlier)
+        rest = partial(zeros, jax.eval_shape(run))
+        tokens, exists, q, features, earlier = jax.lax.cond(going.any(), run, rest)
+        going &= exists
+        levels.append(_Children(tokens, going, q))
+        paths = paths.at[:, :, depth - 1].set(tokens)
+    return _as_chain(levels)
 
 
 @dataclass(frozen=True)
@@ -172,6 +242,18 @@ class _Children:
     tokens: Int[Array, "B W"]
     exists: Bool[Array, "B W"]
     q: Float[Array, "B W V"] | None = None
+
+
+def _together(levels: Sequence[_Children]) -> tuple[Array, Array, Array | None]:
+    tokens = jnp.concatenate([level.tokens for level in levels], axis=1)
+    exists = jnp.concatenate([level.exists for level in levels], axis=1)
+    laws = [level.q for level in levels if level.q is not None]
+    return tokens, exists, jnp.concatenate(laws, axis=1) if laws else None
+
+
+def _as_chain(levels: Sequence[_Children]) -> Draft:
+    tokens, exists, q = _together(levels)
+    return chain(tokens, exists.sum(-1), q)
 
 
 def _rank(scores: Scores, tree: StaticTree, level: list[int], slots: np.ndarray) -> _Children:

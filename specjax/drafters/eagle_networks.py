@@ -7,6 +7,7 @@ of a text out of true features, whether a whole sequence or what one round commi
 When drafting further, the output at t takes the place of the feature at t + 1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -90,6 +91,8 @@ def feed(
 class _Network(nnx.Module):
     """What both networks share: embeddings, cache, one layer."""
 
+    logits: Callable[..., Array]
+
     def __init__(self, config: Any, make: Make, **layer: Any):
         self.config = config
         c = config
@@ -106,6 +109,24 @@ class _Network(nnx.Module):
         if not hasattr(target, "embeddings"):
             raise InputError(f"EAGLE needs the token embeddings of its target, and a {type(target).__name__} has none")
         return target.embeddings(tokens)
+
+    def child_logits(self, features: Float[Array, "B W M"], target: TargetModel, depth: int) -> Float[Array, "B W Vd"]:
+        """Scores of the children of nodes; their depth makes no difference."""
+        return self.logits(features, target)
+
+    def follow(
+        self,
+        depth: int,
+        embedded: Float[Array, "B W M"],
+        features: Float[Array, "B W M"],
+        positions: Int[Array, "B W"],
+        mask: Bool[Array, "B W E+W"],
+        cache: KVCache,
+        length: Int[Array, "B"],
+        earlier: KVCache | None,
+    ) -> "Fed":
+        """The network over drafted nodes; their depth makes no difference."""
+        return self(embedded, features, positions, mask, cache, length, earlier)
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of the drafter's one layer."""

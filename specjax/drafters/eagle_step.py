@@ -1,15 +1,17 @@
-"""One step of EAGLE's drafting, shared by static and grown trees: score the children of some nodes, feed some nodes."""
+"""One step of drafting with an EAGLE network, or with MTP modules, shared by static and grown trees: score the children
+of some nodes, feed some nodes.
+"""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from specjax.cache import KVCache
-from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.vocabulary import Scores
+from specjax.models.interface import TargetModel
 from specjax.sampling import process
 from specjax.state import Context
 
@@ -17,7 +19,7 @@ from specjax.state import Context
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Memory:
-    """What EAGLE remembers between rounds.
+    """What is remembered between rounds.
 
     Attributes:
         cache: keys and values of the pairs `[0, length - 1)`, all made of the target's true features.
@@ -29,15 +31,42 @@ class Memory:
     feature: Float[Array, "B M"]
 
 
+class Network(Protocol):
+    """What can be drafted with step by step."""
+
+    @property
+    def target_ids(self) -> Int[Array, "Vd"] | None: ...
+
+    def embeddings(self, tokens: Int[Array, "B W"], target: TargetModel) -> Float[Array, "B W M"]: ...
+
+    def child_logits(self, features: Float[Array, "B W M"], target: TargetModel, depth: int) -> Float[Array, "B W Vd"]:
+        """Scores of the children of nodes of one depth, by the outputs at these."""
+        ...
+
+    def follow(
+        self,
+        depth: int,
+        embedded: Float[Array, "B W M"],
+        features: Float[Array, "B W M"],
+        positions: Int[Array, "B W"],
+        mask: Bool[Array, "B W E+W"],
+        cache: KVCache,
+        length: Int[Array, "B"],
+        earlier: Any,
+    ) -> Any:
+        """Outputs at nodes of one depth, and their keys and values: `features`, `block`. See `feed_nodes`."""
+        ...
+
+
 def child_scores(
-    network: EagleNetwork | Eagle3Network,
+    network: Network,
     context: Context,
     features: Float[Array, "B W M"],
     paths: Int[Array, "B W D"],
     depth: int,
     filtered: bool,
 ) -> Scores:
-    """Scores of the children of nodes, given the network's outputs at these.
+    """Scores of the children of nodes, processed, given the network's outputs at these.
 
     Args:
         features: the outputs.
@@ -45,9 +74,19 @@ def child_scores(
         filtered: apply top-k, top-p and min-p too: needed where tokens are drawn, a cost without use where the best are
             taken.
     """
+    return processed(raw_scores(network, context, features, depth), context, paths, depth, filtered)
+
+
+def raw_scores(network: Network, context: Context, features: Float[Array, "B W M"], depth: int) -> Scores:
+    """Scores of the children of nodes of one depth, as the network gives them."""
+    logits = network.child_logits(features, context.model, depth)
+    return Scores(logits, network.target_ids, context.model.vocab_size)
+
+
+def processed(scores: Scores, context: Context, paths: Int[Array, "B W D"], depth: int, filtered: bool) -> Scores:
+    """Raw scores as they are drawn from; see `child_scores`."""
     rules = context.rules if filtered else replace(context.rules, filters=())
-    logits = network.logits(features, context.model)
-    scores = Scores(logits, network.target_ids, context.model.vocab_size).readable(rules)
+    scores = scores.readable(rules)
     depths = jnp.full(paths.shape[0], depth, jnp.int32)
 
     def one(logits: Array, path: Array) -> Array:
@@ -57,22 +96,22 @@ def child_scores(
 
 
 def feed_nodes(
-    network: EagleNetwork | Eagle3Network,
+    network: Network,
     memory: Memory,
     context: Context,
     tokens: Int[Array, "B W"],
     features: Float[Array, "B W M"],
     depth: int,
-    earlier: KVCache | None,
+    earlier: Any,
     mask: Bool[Array, "B W E+W"],
-) -> tuple[Float[Array, "B W M"], KVCache]:
+) -> tuple[Float[Array, "B W M"], Any]:
     """Run the network over nodes of one depth: each node's token with its parent's output in the feature's place.
 
     Args:
         tokens: of the nodes.
         features: the outputs at their parents.
         depth: of the nodes; 1 is a child of the pending token.
-        earlier: keys and values of the nodes fed before.
+        earlier: keys and values of the nodes fed before; None where there are none.
         mask: what each node sees of those and of its own level: its ancestors and itself.
 
     Returns:
@@ -80,11 +119,12 @@ def feed_nodes(
     """
     positions = jnp.broadcast_to(context.length[:, None] - 2 + depth, tokens.shape)
     embedded = network.embeddings(tokens, context.model)
-    fed = network(embedded, features, positions, mask, memory.cache, context.length - 1, earlier)
+    length = context.length - 1
+    fed = network.follow(depth, embedded, features, positions, mask, memory.cache, length, earlier)
     return fed.features, fed.block if earlier is None else _join(earlier, fed.block)
 
 
-def _join(earlier: KVCache, block: KVCache) -> KVCache:
+def _join(earlier: Any, block: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), earlier, block)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.cache import KVCache
+from specjax.drafters.confidence import check_confidence
 from specjax.drafters.draft_model import draft_chain, scores_of
 from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError, check_block_sizes, check_whole
@@ -46,12 +47,15 @@ class EarlyExit:
         num_draft_tokens: k.
         sample: draw proposals where the temperature is above 0.
         block_sizes: see `Drafter`.
+        min_confidence: a draft ends before the token of which the layers are less sure than this; 0 is off. See
+            `confidence`.
     """
 
     layers: int | tuple[int, ...] = static()
     num_draft_tokens: int = static(default=4)
     sample: bool = static(default=True)
     block_sizes: tuple[int, ...] | None = static(default=None)
+    min_confidence: float = static(default=0.0)
 
     name: ClassVar[str] = "early-exit"
     features: ClassVar[tuple[str, ...]] = ()
@@ -60,6 +64,7 @@ class EarlyExit:
     def __post_init__(self) -> None:
         check_whole("num_draft_tokens", self.num_draft_tokens, 0)
         check_block_sizes(self.block_sizes)
+        check_confidence(self.min_confidence)
         if not isinstance(self.layers, tuple):
             check_whole("layers", self.layers, 1)
             return
@@ -98,7 +103,7 @@ class EarlyExit:
             return scores_of(part.target, hidden, part.target.vocab_size)
 
         drafted, hidden = part.feed(context, part.nothing(context, k), context.pending, jnp.int32(0))
-        draft, _ = draft_chain(k, hidden, drafted, feed, scores, context, self.sample)
+        draft, _ = draft_chain(k, hidden, drafted, feed, scores, context, self.sample, self.min_confidence)
         return draft, None
 
     def update(self, memory: None, round: Round, context: Context) -> None:

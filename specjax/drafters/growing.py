@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
-from specjax.drafters.eagle_step import Memory, child_scores, feed_nodes, known, pick
+from specjax.drafters.eagle_step import Memory, Network, child_scores, feed_nodes, known, pick
 from specjax.drafters.vocabulary import Scores
 from specjax.errors import InputError
 from specjax.state import Context
@@ -42,7 +41,7 @@ class GrownTree:
         return min(self.depth, self.total - 1)
 
 
-def grow(network: EagleNetwork | Eagle3Network, tree: GrownTree, memory: Memory, context: Context) -> Draft:
+def grow(network: Network, tree: GrownTree, memory: Memory, context: Context) -> Draft:
     """A tree by EAGLE-2's two phases (section 4): expand the most confident nodes level by level, then re-rank all.
 
     Which nodes exist depends on their tokens' probabilities, so they must not be drawn at random: siblings are the most

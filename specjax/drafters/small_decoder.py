@@ -24,7 +24,7 @@ from specjax.drafters.vocabulary import DraftVocabulary, Scores, offsets
 from specjax.errors import InputError
 from specjax.models import layers as F
 from specjax.models.config import ModelConfig
-from specjax.models.decoder import Decoder, Layer, Make, View
+from specjax.models.decoder import Decoder, Layer, Make, View, product
 from specjax.models.interface import Output, TargetModel
 from specjax.models.sharding import place
 
@@ -213,7 +213,7 @@ class OverTarget:
             dtype = jax.eval_shape(self.target.embeddings, jnp.zeros((1, 1), jnp.int32)).dtype
             return Scores(self.target.logits(hidden.astype(dtype)), None, self.vocab_size)
         rows, head = hidden.reshape(-1, hidden.shape[-1]), self.network.head[...]
-        values = jax.lax.dot_general(rows, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        values = product(rows, head, 1)
         return Scores(values.reshape(*hidden.shape[:-1], -1), self.network.target_ids, self.vocab_size)
 
     @property

@@ -31,7 +31,7 @@ from specjax.models.files import (
     replace_files,
     safetensors_files,
 )
-from specjax.models.layout import EMBED, HEAD, recipes
+from specjax.models.layout import EMBED, HEAD, MTP_LAYERS, recipes
 
 
 def read_hf_directory(path: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, np.ndarray]]:
@@ -149,6 +149,8 @@ class _Tensors:
 def _plain_name(stored: str, config: ModelConfig) -> str | None:
     """The tensor's name in a text-only checkpoint; None for tensors that are no part of the text model."""
     if stored.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
+        return None
+    if stored.startswith(MTP_LAYERS):  # a drafter's
         return None
     if config.family != "gemma3":
         return stored

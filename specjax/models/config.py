@@ -222,9 +222,11 @@ _WRITTEN = {  # family -> model_type and architecture
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
-_FAMILIES = {model_type: family for family, (model_type, _) in _WRITTEN.items()} | {"gemma3": "gemma3"}
+# MiMo-7B is a Qwen2 with MTP modules, which are read as a drafter
+_FAMILIES = {model_type: family for family, (model_type, _) in _WRITTEN.items()} | {"gemma3": "gemma3", "mimo": "qwen2"}
 _ARCHITECTURES = {name: model_type for model_type, name in _WRITTEN.values()} | {
-    "Gemma3ForConditionalGeneration": "gemma3"
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "MiMoForCausalLM": "mimo",
 }
 _COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu"}
 _QWEN = _COMMON | {"max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}

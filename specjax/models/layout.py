@@ -12,6 +12,7 @@ import numpy as np
 from specjax.models.config import ModelConfig
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+MTP_LAYERS = "model.mtp_layers."  # MTP modules in a target's checkpoint (MiMo-7B), which `load_drafter` reads
 
 
 @dataclass(frozen=True)

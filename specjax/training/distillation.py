@@ -144,12 +144,6 @@ class Distillation:
         return DraftModel(network, self.num_draft_tokens), target
 
 
-def argmaxes(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch) -> Int[Array, "B T"]:
-    """The token that the draft model finds most likely after each of the text's, given the text up to it."""
-    found = _scores(network, target, batch)
-    return found.tokens(argmax(found.values))
-
-
 def _hidden(network: SmallDecoder | Decoder, target: TargetModel, batch: Batch) -> Float[Array, "B T M"]:
     model = DraftModel(network).over(target)
     tokens, positions = jnp.asarray(batch.tokens), jnp.asarray(batch.positions)

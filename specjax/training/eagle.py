@@ -6,7 +6,7 @@ predict it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
-from specjax.drafters.eagle_step import pick
 from specjax.drafters.eagle_unroll import unroll
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.vocabulary import head_of
@@ -29,10 +28,10 @@ from specjax.state import Drafter
 from specjax.training.acceptance import chain_length
 from specjax.training.agreement import Agreement, cross_entropy, draft_places, top
 from specjax.training.batches import Batch
+from specjax.training.drafted import Drafted
 from specjax.training.features import segment_mask
 from specjax.training.objective import Losses
 from specjax.training.parts import places_of_part, scores, sum_in_parts
-from specjax.training.supervised import Supervised
 from specjax.trees import StaticTree, chain_tree
 
 
@@ -75,8 +74,8 @@ class Eagle3Objective:
         features: dict[str, Float[Array, "B T M"]],
         key: Array,
     ) -> Losses:
-        text = _Text.of(batch, self.capacity)
-        outputs = text.unroll(network, target, features, self.steps)
+        text = Drafted.of(batch, self.capacity)
+        outputs = _unrolled(text, network, target, features, self.steps)
         ids, labels = network.target_ids, text.labels
         drafted = draft_places(labels.labels, ids, target.vocab_size)
         guesses = [text.guessing(step) for step in range(self.steps)]
@@ -167,8 +166,8 @@ class EagleObjective:
         hidden = features["hidden"].astype(jnp.float32)
         spread = self.noise * 512 / hidden.shape[1]
         noisy = hidden + spread * (jax.random.uniform(key, hidden.shape) - 0.5)
-        text = _Text.of(batch, self.capacity)
-        outputs = text.unroll(network, target, {"hidden": noisy}, self.steps, int(self.shifted))
+        text = Drafted.of(batch, self.capacity)
+        outputs = _unrolled(text, network, target, {"hidden": noisy}, self.steps, int(self.shifted))
         ids = None if self.vocabulary is None else jnp.array(self.vocabulary, jnp.int32)
         labels = text.labels
         wanted = draft_places(labels.labels, ids, target.vocab_size)
@@ -229,61 +228,13 @@ class EagleObjective:
         return Eagle(network, self.tree), target
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A batch as it is drafted from.
-
-    Attributes:
-        starts: the places t whose first guess, the token at t + 2, is supervised: decoding starts no others.
-        labels: the places before supervised tokens, for what the target says there, computed once for all steps.
-    """
-
-    batch: Batch
-    starts: Supervised
-    labels: Supervised
-
-    @classmethod
-    def of(cls, batch: Batch, capacity: int | None) -> "_Text":
-        return cls(batch, Supervised.of(batch, 2, capacity), Supervised.of(batch, 1, capacity))
-
-    def unroll(
-        self, network: Any, target: TargetModel, features: dict[str, Array], steps: int, shift: int = 1
-    ) -> list[Float[Array, "B C M"]]:
-        tokens, positions = jnp.asarray(self.batch.tokens), jnp.asarray(self.batch.positions)
-        mask = segment_mask(jnp.asarray(self.batch.segments))
-        fused = network.fuse(features)
-        return unroll(network, target, fused, tokens, positions, mask, steps, self.starts.index, shift)
-
-    def guessing(self, step: int) -> "_Guesses":
-        """The guesses of a step of the unroll, each in the place of the label that it is of."""
-        segments = jnp.asarray(self.batch.segments)
-        rows = self.labels.behind(step + 1, segments)
-        places = rows.at(self.starts.places(segments.shape[1]))
-        return _Guesses(replace(rows, valid=rows.valid & (places >= 0)), jnp.maximum(places, 0))
-
-    @property
-    def count(self) -> Float[Array, ""]:
-        return self.labels.count.astype(jnp.float32)
-
-    @property
-    def figures(self) -> dict[str, tuple[Array, Array]]:
-        return {"missed": (self.labels.missed.astype(jnp.float32), jnp.float32(1))}
-
-
-@dataclass(frozen=True)
-class _Guesses:
-    """What was guessed in one step.
-
-    Attributes:
-        rows: the labels with the places t = u - 2 - step that their guesses were made from; valid where one was.
-        places: where those are among `_Text.starts`.
-    """
-
-    rows: Supervised
-    places: Int[Array, "B C"]
-
-    def of(self, outputs: Float[Array, "B C M"]) -> Float[Array, "B C M"]:
-        return pick(outputs, self.places)
+def _unrolled(
+    text: Drafted, network: Any, target: TargetModel, features: dict[str, Array], steps: int, shift: int = 1
+) -> list[Float[Array, "B C M"]]:
+    """The network's outputs at the places that drafts start from."""
+    tokens, positions = jnp.asarray(text.batch.tokens), jnp.asarray(text.batch.positions)
+    mask = segment_mask(jnp.asarray(text.batch.segments))
+    return unroll(network, target, network.fuse(features), tokens, positions, mask, steps, text.starts.index, shift)
 
 
 def _ranked(

@@ -21,6 +21,7 @@ from jaxtyping import Int
 from rich import progress as bars
 from rich.console import Console
 
+from specjax.cli import Bar
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.medusa import best_tree
 from specjax.drafters.stored import load_drafter, save_drafter
@@ -278,7 +279,7 @@ class Session:
     def stored(self, objective: Any) -> Stored:
         """The features that the objective wants, computed as far as they are missing."""
         p = self.plan
-        with _bar(self.console, "features") as advance:
+        with _bar("features") as advance:
             return store(
                 self.target.model,
                 self.rows,
@@ -336,7 +337,7 @@ def _make_up(plan: Plan, target: Target, console: Console) -> Path:
     recipe = Recipe(max_new_tokens=plan.answer_tokens, question_tokens=plan.question_tokens, seed=plan.seed)
     console.print(f"no data given: {target.name} makes up {plan.questions} conversations")
     total = num_texts(wanted)
-    with _bar(console, "texts") as advance:
+    with _bar("texts") as advance:
         done = 0
 
         def count(texts: int, tokens: int | None) -> None:
@@ -351,9 +352,10 @@ def _make_up(plan: Plan, target: Target, console: Console) -> Path:
 
 
 @contextmanager
-def _bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar with the time left, told how many of how many are done."""
-    columns = (bars.TextColumn(what), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn())
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress with the time left, told how many of how many are done."""
+    with Bar(
+        bars.TextColumn(what), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
+    ) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,6 +1,7 @@
 """Speculation that adapts: the blocks it chooses where the best is known, and the same text."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -132,6 +133,37 @@ def test_costs_are_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     monkeypatch.setattr(timing, "_measure", lambda *_: pytest.fail("measured again"))
     again = specjax.measure_costs(TARGET, drafter, batch_size=2, context=16, repetitions=1)
     np.testing.assert_array_equal(first.verify, again.verify)
+
+
+def test_costs_are_kept_for_what_they_are_of() -> None:
+    """Whatever costs depend on tells them apart: settings of a drafter and of its parts, shapes of a model without
+    files.
+    """
+    parts = [specjax.PromptLookup(2), specjax.EarlyExit(1, 2)]
+    drafters = [
+        specjax.PromptLookup(4),
+        specjax.PromptLookup(4, window=8),
+        specjax.EarlyExit(1, 4),
+        specjax.EarlyExit(2, 4),
+        DraftModel(testing.tiny_model(vocab_size=48), 4),
+        DraftModel(testing.tiny_model(vocab_size=48), 4, sample=False),
+        specjax.Combined(parts),
+        specjax.Combined([parts[0], specjax.EarlyExit(2, 2)]),
+    ]
+    found = [json.dumps(timing._described(TARGET, d, 1, 16)) for d in drafters]
+    other = testing.tiny_target(testing.tiny_model(vocab_size=40))
+    found += [json.dumps(timing._described(t, drafters[0], b, 16)) for t, b in ((other, 1), (TARGET, 2))]
+    assert len(set(found)) == len(found)
+    assert json.dumps(timing._described(TARGET, replace(drafters[4]), 1, 16)) == found[4]
+
+
+def test_another_targets_drafter_is_refused() -> None:
+    wrong = DraftModel(testing.tiny_model(vocab_size=40), 2)
+    with pytest.raises(InputError, match="the draft model has 40 tokens and the target 48"):
+        specjax.measure_costs(TARGET, wrong)
+    adaptive = Adaptive(wrong, Costs.of(wrong, [1, 2]))
+    with pytest.raises(InputError, match="the draft model has 40 tokens and the target 48"):
+        specjax.generate(TARGET, [[1]], drafter=adaptive)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_greedy(name: str, check_greedy: Any) -> None:
     assert all(rounds[0].proposed for rounds in out.trace[1:])
 
 
+@pytest.mark.parametrize("name", ["eagle1 tree", pytest.param("eagle3 grown", marks=pytest.mark.slow)])
+def test_the_loop_copies_no_cache(name: str, cache_copies: Any) -> None:
+    copies, temporaries = cache_copies(whole(drafters(12, WORDS)[name]))
+    assert copies == 0
+    assert temporaries < 0.3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_alone(name: str, check_greedy: Any) -> None:

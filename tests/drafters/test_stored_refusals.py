@@ -385,7 +385,7 @@ def test_saving(deep: specjax.Target, stored: Path, tmp_path: Path) -> None:
         (three(), deep_target(num_layers=4), {}, "feature layer 5 does not exist"),
         (one(), testing.tiny_target(testing.TableModel.random(64)), {}, "decoder, got a TableModel"),
         (one(), deep.model, {}, "expected what specjax.load returns"),
-        (specjax.PromptLookup(), deep, {}, "expected an Eagle, Medusa or DraftModel"),
+        (specjax.PromptLookup(), deep, {}, "expected an Eagle, Mtp, Medusa or DraftModel"),
         (one(own_embedding=True), deep, {"embeddings": False}, "embeddings of its own"),
         (small, deep, {"embeddings": True}, "only EAGLE's files"),
         (one(), deep, {"training": {"loss": float("nan")}}, "training: expected what JSON can hold"),

@@ -56,9 +56,9 @@ def test_a_batch_waits_for_its_slowest_row():
     assert script.slowest_rows(pairs, plain, drafted) == pytest.approx((20 + 10 + 10) / (5 + 8 + 1))
 
 
-def test_the_mean_block_is_of_the_loops_rounds():
+def test_blocks_are_those_of_the_loops_rounds():
     two = [call(PROMPTS[:2], [2, 4], (1, 1, 5, 5)), call(PROMPTS[:1], [1], (9,))]
-    assert script.mean_block(two) == pytest.approx((1 + 1 + 5 + 5 + 9) / 5)
+    assert script.blocks_run(two) == [1, 1, 5, 5, 9]
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,31 @@ def test_the_whole_command(
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     options = ["--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 24, "--output", tmp_path / "out"]
     drafter = "prompt-lookup:k=2,min_ngram=1"
-    code, out, err = command(script.main, *options, "--drafters", drafter, "--batch-sizes", 3, "--limit", 3)
+    adaptive, measured = f"adaptive:{drafter}", []
+
+    def costs(target: Any, drafter: Any, batch_size: int, context: int) -> specjax.Costs:
+        """Drafts pay one by one, and never among three."""
+        measured.append((batch_size, context))
+        return specjax.Costs.of(drafter, [1, 1.01] if batch_size == 1 else [1, 50])
+
+    monkeypatch.setattr(specjax, "measure_costs", costs)
+    given = ["--drafters", drafter, adaptive, "--batch-sizes", 3, "--limit", 3]
+    code, out, err = command(script.main, *options, *given)
     assert code == 0, err
+    assert measured == [(1, 256), (3, 256)]
     found = json.loads((tmp_path / "out" / "batch_sweep.json").read_text())
     points = {(p["batch_size"], p["drafter"]): p for p in found["points"]}
-    assert list(points) == [(size, name) for size in (1, 3) for name in ("plain", drafter)]
+    assert list(points) == [(size, name) for size in (1, 3) for name in ("plain", drafter, adaptive)]
     single, triple = points[1, drafter], points[3, drafter]
     assert single["tokens_per_call"] == pytest.approx(triple["tokens_per_call"])
     assert single["block_tokens"] <= triple["block_tokens"] <= 3
     assert single["predicted_speedup"] > 0 and triple["formula_speedup"] > 0
     assert points[3, "plain"]["predicted_speedup"] is None
+    assert points[3, "plain"]["block_shares"] == {"1": 1.0}
+    assert set(points[1, adaptive]["block_shares"]) == {"1", "3"}
+    # a try now and then
+    assert points[3, adaptive]["block_shares"]["1"] > 0.8 > points[1, adaptive]["block_shares"]["1"]
+    assert f"{adaptive}, batch 3: rounds by block size 1: " in " ".join(out.split())
     assert set(found["verify_cost"]) == {"1", "3"} and set(found["verify_cost"]["3"]) == {"1", "3"}
     assert set(found["loses_from"][drafter]) == {"measured", "predicted", "formula"}
     assert (tmp_path / "out" / "batch_sweep.png").read_bytes().startswith(b"\x89PNG")
@@ -112,7 +127,7 @@ def test_the_whole_command(
 
 
 def test_curves_that_a_drafter_does_not_have_are_left_out():
-    point = script.Point(1, "tree", 1.5, 0.5, 0.1, 9.0, 50.0, 0.9, None, 1.1, None)
+    point = script.Point(1, "tree", 1.5, 0.5, 0.1, 9.0, {9: 1.0}, 50.0, 0.9, None, 1.1, None)
     points = [point, replace(point, batch_size=2, predicted_speedup=0.9)]
     assert script.loses_from(points, "tree") == {"measured": 1.0, "predicted": pytest.approx(2**0.5)}
 

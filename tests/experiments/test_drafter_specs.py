@@ -11,6 +11,8 @@ from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle_config import EagleConfig
 from specjax.drafters.eagle_networks import EagleNetwork
 from specjax.drafters.growing import GrownTree
+from specjax.drafters.mtp import Mtp, MtpConfig, MtpNetwork
+from specjax.ladder import ladder
 from specjax.trees import chain_tree
 
 
@@ -27,6 +29,8 @@ def test_names_and_settings():
     named = parse_drafter("prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64").make(target)
     assert named.drafter == specjax.PromptLookup(5, max_ngram=3, min_ngram=1, window=64)
     assert (named.num_draft_tokens, named.kind) == (5, "prompt-lookup")
+    sure = parse_drafter("early-exit:layers=1,k=3,min_confidence=0.4").make(target).drafter
+    assert sure == specjax.EarlyExit(1, 3, min_confidence=0.4)
     assert named.label == "prompt-lookup:k=5,max_ngram=3,min_ngram=1,window=64"
 
 
@@ -43,6 +47,24 @@ def test_combinations():
     )
 
 
+def test_drafters_that_adapt(monkeypatch: pytest.MonkeyPatch):
+    """Made with the costs at their batch size; settings of the adapting stand before the drafter."""
+    target, asked = testing.tiny_target(testing.tiny_model(vocab_size=12, max_positions=100)), []
+
+    def costs(target: specjax.Target, drafter: specjax.Drafter, batch_size: int, context: int) -> specjax.Costs:
+        asked.append((drafter, batch_size, context))
+        return specjax.Costs.of(drafter, range(1, 1 + len(ladder(drafter))))
+
+    monkeypatch.setattr(specjax, "measure_costs", costs)
+    made = parse_drafter("adaptive:prompt-lookup:k=8,max_ngram=3").make(target, batch_size=4)
+    assert asked == [(specjax.PromptLookup(8, max_ngram=3), 4, 50)]
+    assert (made.kind, made.num_draft_tokens, made.drafter.drafter) == ("adaptive", 8, asked[0][0])
+    set_up = parse_drafter("adaptive:prior=0.8;patience=3;combined:total=6;prompt-lookup:k=4;suffix:k=4").make(target)
+    assert asked[1][1:] == (1, 50)
+    assert set_up.drafter.drafter == specjax.Combined((specjax.PromptLookup(4), specjax.SuffixDecoding(4)), total=6)
+    assert (set_up.drafter.prior, set_up.drafter.patience) == (0.8, 3)
+
+
 def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
     """A path may have colons; the name says what is expected there, settings replace the stored ones."""
     target = testing.tiny_target(testing.tiny_model(vocab_size=12))
@@ -56,6 +78,12 @@ def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
     assert (grown.drafter.tree, grown.num_draft_tokens) == (GrownTree(3, 4, 9), 8)
     with pytest.raises(InputError, match=r"medusa:.* that is another kind of drafter, eagle1"):
         parse_drafter(f"medusa:{path}").make(target)
+    modules = MtpNetwork.random(MtpConfig.of(target.model.config, 2))
+    specjax.save_drafter(tmp_path / "mtp", Mtp(modules, chain_tree(2)), target)
+    named = parse_drafter(f"mtp:{tmp_path / 'mtp'},k=3").make(target)
+    assert (named.kind, named.drafter.name, named.num_draft_tokens) == ("mtp", "mtp", 3)
+    with pytest.raises(InputError, match=r"eagle:.* that is another kind of drafter, mtp"):
+        parse_drafter(f"eagle:{tmp_path / 'mtp'}").make(target)
     with pytest.raises(InputError, match="k is a chain's length; depth are a grown tree's"):
         parse_drafter(f"eagle:{path},k=3,depth=2").make(target)
 
@@ -85,6 +113,15 @@ def test_a_drafter_is_loaded_from_its_path(tmp_path: Path):
         ("combined:k=2;suffix;plain", "unknown setting 'k'; combined has total"),
         ("combined:suffix;prompt-lookup:total=3", "unknown setting 'total'; prompt-lookup has k"),
         ("combined:total=0;suffix;plain", "total is '0'; expected a whole number of at least 1"),
+        ("combined:suffix;adaptive:prompt-lookup", "parts do not adapt by themselves; expected adaptive:combined:…"),
+        ("adaptive", "expected a drafter, such as adaptive:prompt-lookup:k=8"),
+        ("adaptive:prior=0.5", "expected a drafter, such as"),
+        ("adaptive:k=8;prompt-lookup", "unknown setting 'k'; adaptive has prior"),
+        ("adaptive:prompt-lookup,k=8", "expected a drafter, such as adaptive:prompt-lookup:k=8"),
+        ("adaptive:prompt-lookup;suffix", "unknown drafter 'prompt-lookup;suffix'"),
+        ("adaptive:plain", "there is nothing to adapt in plain"),
+        ("adaptive:patience=0;suffix", "patience is '0'; expected a whole number of at least 1"),
+        ("early-exit:layers=1,min_confidence=2", "min_confidence: expected a probability"),
         ("draft-model:a,sample=maybe", "sample is 'maybe'; expected true or false"),
     ],
 )

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from specjax.errors import CheckpointError, InputError, SpecjaxError
 from specjax.models import default_target
-from specjax.models.default_target import GGUF, WHEEL, default_target_directory
+from specjax.models.default_target import GGUF, WHEEL, default_target_directory, default_target_gguf
 from specjax.models.gguf_file import open_gguf
 from specjax.models.target import Target, load
 from specjax.models.tokenizer import Tokenizer
@@ -235,7 +235,9 @@ def test_default_target_from_a_given_wheel(pinned: SimpleNamespace, monkeypatch:
 
 
 @pytest.mark.parametrize("place", ["wheel in the cache", "gguf in the cache", "gguf given", "installed package"])
-def test_default_target_places(place: str, pinned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_target_places(
+    place: str, pinned: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pinned.cache.mkdir()
     if place == "wheel in the cache":
         shutil.copy(pinned.wheel, pinned.cache / WHEEL)
@@ -248,6 +250,7 @@ def test_default_target_places(place: str, pinned: SimpleNamespace, monkeypatch:
     folder = default_target_directory()
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert {name for name in left(folder) if not name.startswith("chat_template")} == set(names)
+    assert default_target_gguf(tmp_path).read_bytes() == pinned.gguf.read_bytes()
 
 
 def test_installed_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ from specjax.errors import InputError
 from specjax.training.acceptance import HeldOut, walk
 from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.medusa import MedusaObjective
+from specjax.training.mtp import MtpObjective
 from specjax.trees import chain_tree, static_tree
 
 CHAIN = chain_tree(3)
 OBJECTIVES: dict[str, Any] = {
     "eagle1": EagleObjective(tree=CHAIN),
     "eagle3": Eagle3Objective(feature_layers=LAYERS, tree=CHAIN),
+    "mtp": MtpObjective(feature="layer.2", tree=CHAIN),
     "medusa": MedusaObjective(tree=CHAIN),
 }
 PROMPTS = [[9], [5, 6, 5], [1, 2, 3, 4, 1, 2, 3, 4, 1], [7, 8, 7, 8, 9, 10, 11, 7, 8], [4, 4], [10, 2, 10]]

@@ -16,7 +16,7 @@ from specjax.drafters.small_decoder import SmallDecoder, SmallDecoderConfig
 from specjax.errors import InputError
 from specjax.training.acceptance import HeldOut
 from specjax.training.batches import Batch, lay_out
-from specjax.training.distillation import DIVERGENCES, Distillation, argmaxes
+from specjax.training.distillation import DIVERGENCES, Distillation
 from specjax.training.features import online, segment_mask
 from specjax.training.objective import Losses
 from specjax.training.rendering import Rendered
@@ -215,9 +215,6 @@ def test_any_decoder_can_be_the_draft_model() -> None:
     losses, gradients = differentiate(Distillation(), student, batch)
     assert losses.total > 0
     assert all(np.abs(g).max() > 0 for g in gradients)
-    best = argmaxes(student, TARGET, batch)
-    block = (jnp.asarray(batch.tokens), jnp.asarray(batch.positions), segment_mask(jnp.asarray(batch.segments)))
-    np.testing.assert_array_equal(best, student.logits(student(*block).hidden).argmax(-1))
 
 
 def test_bad_input() -> None:

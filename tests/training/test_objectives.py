@@ -1,4 +1,4 @@
-"""What EAGLE and Medusa learn from: the loss is its formula, positions are those of decoding, rows do not matter."""
+"""What networks learn from: the loss is its formula, positions are those of decoding, rows do not matter."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,12 @@ from specjax.training.eagle import Eagle3Objective, EagleObjective
 from specjax.training.features import online, segment_mask
 from specjax.training.medusa import MedusaObjective
 from specjax.training.medusa_joint import HeadsAndTarget, JointMedusaObjective
+from specjax.training.mtp import MtpObjective
 
 OBJECTIVES: dict[str, Any] = {
     "eagle1": EagleObjective(noise=0.0, vocabulary=tuple(WORDS)),
     "eagle3": Eagle3Objective(steps=3, feature_layers=LAYERS),
+    "mtp": MtpObjective(steps=3, feature="layer.2"),
     "medusa": MedusaObjective(),
 }
 

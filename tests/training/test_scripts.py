@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "train"))
 import draft_model
 import eagle
 import medusa
+import mtp
 
 SETTINGS = ["--length", "32", "--batch-size", "2", "--held-out", "3", "--held-out-tokens", "12", "--epochs", "0.5"]
 SETTINGS += ["--compute-dtype", "float32"]  # the tokens per call of both kinds are compared
@@ -88,6 +89,18 @@ def test_eagle1(run: Any, target: specjax.Target) -> None:
     drafter, output = run(eagle, "--version", "1", "--draft-vocab-size", "16", "--features", "online")
     check(drafter, output, target)
     assert (drafter.name, drafter.num_nodes) == ("eagle1", 5)
+
+
+@pytest.mark.slow
+def test_mtp(run: Any, target: specjax.Target) -> None:
+    """A chain longer than there are modules, learned and drafted alike; the order is part of what is stored."""
+    options = ("--modules", "2", "--num-draft-tokens", "3", "--first", "embedding", "--draft-vocab-size", "16")
+    drafter, output = run(mtp, *options)
+    check(drafter, output, target)
+    config = drafter.network.config
+    assert (drafter.num_nodes, config.num_modules, config.hidden_first, config.draft_vocab_size) == (3, 2, False, 16)
+    last = [line for line in journal.read(output) if "evaluation.tokens_per_call" in line][-1]
+    assert last["evaluation.teacher_forced"] == last["evaluation.tokens_per_call"]
 
 
 @pytest.mark.slow

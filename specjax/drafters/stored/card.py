@@ -13,6 +13,7 @@ from specjax.models.config import ModelConfig
 _NAMES = {
     "eagle1": "EAGLE-1 drafter",
     "eagle3": "EAGLE-3 drafter",
+    "mtp": "MTP modules",
     "medusa": "Medusa heads",
     "small-decoder": "Draft model",
     "draft-model": "Draft model",

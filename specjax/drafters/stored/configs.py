@@ -6,18 +6,21 @@ from typing import Any
 
 from specjax.drafters.eagle_config import Eagle3Config, EagleConfig, default_layers
 from specjax.drafters.medusa import MedusaConfig
+from specjax.drafters.mtp_network import MtpConfig
 from specjax.drafters.small_decoder import SmallDecoderConfig
-from specjax.errors import InputError
+from specjax.errors import CheckpointError, InputError
 from specjax.models.config import ModelConfig
 from specjax.models.keys import Keys
 
 SECTION = "specjax"  # our key of config.json
-KINDS = ("eagle1", "eagle3", "medusa", "small-decoder", "draft-model")
+KINDS = ("eagle1", "eagle3", "medusa", "mtp", "small-decoder", "draft-model")
 
 _EAGLE1 = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "Qwen2ForCausalLMEagle")
 _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _FOREIGN = ("eagle", "medusa", "dflash", "mtp", "nextn", "speculator", "dspark")  # in names of architectures
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # how models count their modules
+_MTP_READ = "read are MiMo-7B's (model type 'mimo'), whose layers are dense"
 
 
 def section(keys: Keys) -> Keys | None:
@@ -38,7 +41,7 @@ def kind_by_config(keys: Keys, own: Keys | None) -> str | None:
     """
     if own is not None:
         return str(own.get("drafter"))
-    supported = "supported: EAGLE-1, EAGLE-3, Medusa, and models of their own"
+    supported = "supported: EAGLE-1, EAGLE-3, MTP modules, Medusa, and models of their own"
     if keys.has("speculators_model_type"):
         if keys.get("speculators_model_type") != "eagle3":
             raise keys.error(
@@ -53,11 +56,22 @@ def kind_by_config(keys: Keys, own: Keys | None) -> str | None:
             return "eagle1" if name in _EAGLE1 else "eagle3"
         if any(part in name.lower() for part in _FOREIGN):
             raise keys.error(f"drafter architecture {name!r} is not supported; {supported}")
+    if any(keys.get(key) for key in _MTP):
+        if keys.get("model_type") == "mimo":
+            return "mtp"
+        raise keys.error(f"MTP modules of model type {keys.get('model_type')!r} are not supported; {_MTP_READ}")
     return None
 
 
-def kind_by_tensors(names: Mapping[str, Any]) -> str:
-    """EAGLE heads in official form may call themselves by the target's architecture; `fc` tells."""
+def kind_by_tensors(names: Mapping[str, Any], source: str) -> str:
+    """EAGLE heads in official form may call themselves by the target's architecture; `fc` tells.
+
+    Raises:
+        CheckpointError: MTP modules in a form that is not read.
+    """
+    foreign = [name for name in names if name.startswith("mtp.") or name.endswith(".eh_proj.weight")]
+    if foreign:
+        raise CheckpointError(f"{source}: tensor {foreign[0]} is of MTP modules that are not supported; {_MTP_READ}")
     if "fc.weight" not in names:
         return "draft-model"
     return "eagle3" if "layers.0.hidden_norm.weight" in names else "eagle1"
@@ -120,6 +134,26 @@ def medusa_config(keys: Keys, own: Keys | None, target: ModelConfig) -> MedusaCo
         num_layers=keys.integer("medusa_num_layers"),
         shared_head=own is not None and own.flag("shared_head"),
         draft_vocab_size=own.integer("draft_vocab_size") if own is not None and reduced else None,
+    )
+
+
+def mtp_config(keys: Keys, own: Keys | None) -> MtpConfig:
+    """In our own form `config.json` is that of a model made of the modules' layers; else it is the target's."""
+    layers = ModelConfig.from_hf(keys.values, keys.source)
+    if any(layers.windows):
+        raise keys.error("MTP modules with a sliding window are not supported")
+    if own is None:  # MiMo-7B's; `mtp_network` says what is known of it
+        count = keys.integer("num_nextn_predict_layers")
+        return MtpConfig.of(layers, count, hidden_first=True, feature=f"layer.{layers.num_layers}", norm_output=True)
+    feature, reduced = own.get("feature"), own.get("draft_vocab_size") is not None
+    if feature != "hidden" and not str(feature).startswith("layer."):
+        raise own.error(f"'feature' is {feature!r}, expected 'hidden' or 'layer.L'")
+    return MtpConfig(
+        replace(layers, tie_embeddings=False),
+        hidden_first=own.flag("hidden_first"),
+        feature=str(feature),
+        norm_output=own.flag("norm_output"),
+        draft_vocab_size=own.integer("draft_vocab_size") if reduced else None,
     )
 
 

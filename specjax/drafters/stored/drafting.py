@@ -3,19 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.drafters.confidence import check_confidence
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.mtp import Mtp
 from specjax.errors import CheckpointError, InputError, check_block_sizes, check_whole
 from specjax.trees import StaticTree, chain_tree, static_tree
 
-Drafter = Eagle | Medusa | DraftModel
+Drafter = Eagle | Mtp | Medusa | DraftModel
 
 _SETTINGS: dict[type, tuple[str, ...]] = {
-    Eagle: ("tree", "num_draft_tokens", "sample", "block_sizes"),
+    Eagle: ("tree", "num_draft_tokens", "sample", "block_sizes", "min_confidence"),
+    Mtp: ("tree", "num_draft_tokens", "sample", "block_sizes", "min_confidence"),
     Medusa: ("tree", "num_draft_tokens", "block_sizes"),
-    DraftModel: ("num_draft_tokens", "sample", "block_sizes"),
+    DraftModel: ("num_draft_tokens", "sample", "block_sizes", "min_confidence"),
 }
 
 
@@ -32,6 +35,8 @@ def settings_of(drafter: Drafter) -> dict[str, Any]:
         settings["tree"] = [list(choice) for choice in drafter.tree.choices]
     if not isinstance(drafter, Medusa) and drafter.sample is not None:
         settings["sample"] = drafter.sample
+    if not isinstance(drafter, Medusa) and drafter.min_confidence:
+        settings["min_confidence"] = drafter.min_confidence
     if drafter.block_sizes is not None:
         settings["block_sizes"] = list(drafter.block_sizes)
     return settings
@@ -46,12 +51,16 @@ def check_settings(kind: type[Drafter], asked: Mapping[str, Any]) -> None:
     if asked.get("tree") is not None and asked.get("num_draft_tokens") is not None:
         raise InputError("load_drafter: give a tree or num_draft_tokens (a chain), not both")
     tree = asked.get("tree")
-    allowed = (StaticTree, GrownTree) if kind is Eagle else (StaticTree,)
+    allowed = (StaticTree, GrownTree) if kind in (Eagle, Mtp) else (StaticTree,)
     if tree is not None and not isinstance(tree, allowed):
-        raise InputError(f"tree: expected what specjax.trees.static_tree makes, or a GrownTree for EAGLE, got {tree!r}")
+        raise InputError(
+            f"tree: expected what specjax.trees.static_tree makes, or a GrownTree for EAGLE and MTP, got {tree!r}"
+        )
     if asked.get("num_draft_tokens") is not None:
         check_whole("num_draft_tokens", asked["num_draft_tokens"], 0)
     check_block_sizes(asked.get("block_sizes"))
+    if asked.get("min_confidence") is not None:
+        check_confidence(asked["min_confidence"])
 
 
 def draft_with(
@@ -73,6 +82,8 @@ def draft_with(
         settings["tree"] = chain_tree(settings.pop("num_draft_tokens"))
     if kind is Medusa and "tree" not in settings:
         settings["tree"] = chain_tree(network.config.num_heads)
+    if kind is Mtp and "tree" not in settings:
+        settings["tree"] = chain_tree(network.num_modules)
     return kind(network, **settings)
 
 

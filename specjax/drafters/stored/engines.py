@@ -13,6 +13,7 @@ from specjax.drafters.eagle_config import Eagle3Config, default_layers
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.mtp import Mtp
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.drafters.stored.drafting import Drafter
 from specjax.errors import InputError
@@ -22,6 +23,7 @@ from specjax.models.config import ModelConfig
 FORMATS: dict[str, dict[str, str | None]] = {
     "eagle1": {"vllm": "vLLM", "sglang": "SGLang"},
     "eagle3": {"vllm": "vLLM", "sglang": "SGLang", "speculators": "vLLM"},
+    "mtp": {"specjax": None},
     "medusa": {"specjax": None, "medusa": None},
     "small-decoder": {"specjax": None, "huggingface": None},
     "draft-model": {"huggingface": None},
@@ -34,11 +36,13 @@ def kind_of(drafter: Drafter) -> str:
     """One of `configs.KINDS`."""
     if isinstance(drafter, Eagle):
         return drafter.network.name
+    if isinstance(drafter, Mtp):
+        return "mtp"
     if isinstance(drafter, Medusa):
         return "medusa"
     if isinstance(drafter, DraftModel):
         return "small-decoder" if isinstance(drafter.model, SmallDecoder) else "draft-model"
-    raise InputError(f"drafter: expected an Eagle, Medusa or DraftModel, got {drafter!r}")
+    raise InputError(f"drafter: expected an Eagle, Mtp, Medusa or DraftModel, got {drafter!r}")
 
 
 def usual_layers(config: Eagle3Config, target: ModelConfig) -> bool:
@@ -59,6 +63,8 @@ def obstacles(drafter: Drafter, target: ModelConfig | None, form: str, engine: s
     """
     if isinstance(drafter, Medusa):
         return ["vLLM has dropped Medusa" if engine == "vLLM" else "SGLang has no Medusa"]
+    if isinstance(drafter, Mtp):
+        return ["it takes MTP modules from the target's own checkpoint only"]
     if isinstance(drafter, DraftModel):
         if form == "specjax":
             return ["its layers read the target's embeddings; format='huggingface' writes a whole model"]

@@ -12,6 +12,7 @@ import numpy as np
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.medusa import MedusaHeads
+from specjax.drafters.mtp_network import MtpNetwork
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.drafters.stored import layout
 from specjax.drafters.stored.engines import usual_layers
@@ -167,6 +168,24 @@ def _speculators(asked: Asked, tokens: int) -> dict[str, Any]:
     }
 
 
+def _mtp(drafter: Any, asked: Asked) -> Form:
+    network: MtpNetwork = drafter.network
+    config, c = network.config, network.config.layers
+    asked.fits(hidden_size=c.hidden_size, vocab_size=c.vocab_size)
+    dtype = asked.stored(network.dtype)
+    tensors = layout.to_tensors(layout.mtp(config), network, dtype)
+    if config.draft_vocab_size is not None:
+        tensors |= layout.vocabulary_tensors(network)
+    section = {
+        "feature": config.feature,
+        "hidden_first": config.hidden_first,
+        "norm_output": config.norm_output,
+        "draft_vocab_size": config.draft_vocab_size,
+        "rope": _rope(c),
+    }
+    return Form(c.to_hf() | {"architectures": None, "dtype": dtype.name}, tensors, section)
+
+
 def _medusa(drafter: Any, asked: Asked) -> Form:
     heads: MedusaHeads = drafter.heads
     config, target = heads.config, asked.target.model
@@ -230,6 +249,7 @@ def _draft_model(drafter: Any, asked: Asked) -> Form:
 _FORMS: dict[str, Callable[[Any, Asked], Form]] = {
     "eagle1": _eagle1,
     "eagle3": _eagle3,
+    "mtp": _mtp,
     "medusa": _medusa,
     "small-decoder": _small_decoder,
     "draft-model": _draft_model,

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Int
 
 from specjax.drafters.eagle_config import Eagle3Config, EagleConfig
 from specjax.drafters.medusa import MedusaConfig
+from specjax.drafters.mtp_network import MtpConfig
 from specjax.drafters.small_decoder import SmallDecoderConfig
 from specjax.drafters.vocabulary import DraftVocabulary
 from specjax.models.config import ModelConfig
-from specjax.models.layout import HEAD, Recipe, recipes, same, transposed
+from specjax.models.layout import HEAD, MTP_LAYERS, Recipe, recipes, same, transposed
 
 EMBED = "embed_tokens.weight"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
@@ -55,6 +56,24 @@ def eagle3(config: Eagle3Config) -> Table:
     if config.own_embedding:
         table["embed"] = same(EMBED, c.vocab_size, width)
     return table | _layer(c, MIDLAYER, 2 * width)
+
+
+def mtp(config: MtpConfig) -> Table:
+    """MTP modules, named as MiMo-7B's."""
+    c, table = config.layers, {}
+    for path, recipe in recipes(c).items():
+        if path.startswith("layers."):
+            sources = {MTP_LAYERS + name.removeprefix("model.layers."): size for name, size in recipe.sources.items()}
+            table[path] = replace(recipe, sources=sources)
+    for i in range(c.num_layers):
+        at = f"{MTP_LAYERS}{i}."
+        table |= {
+            f"around.{i}.hidden_norm": same(f"{at}hidden_layernorm.weight", c.hidden_size),
+            f"around.{i}.embed_norm": same(f"{at}token_layernorm.weight", c.hidden_size),
+            f"around.{i}.proj": transposed(f"{at}input_proj.weight", 2 * c.hidden_size, c.hidden_size),
+            f"around.{i}.norm": same(f"{at}final_layernorm.weight", c.hidden_size),
+        }
+    return table
 
 
 def medusa(config: MedusaConfig) -> Table:

@@ -1,29 +1,32 @@
 """`load_drafter`: a trained drafter from a directory, ours or another project's."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.mtp import Mtp
 from specjax.drafters.stored import configs
 from specjax.drafters.stored.drafting import Drafter, check_settings, draft_with
 from specjax.drafters.stored.identity import check_target, check_tokenizer
 from specjax.drafters.stored.layout import MEDUSA_WEIGHTS
-from specjax.drafters.stored.reading import Source, read_eagle1, read_eagle3, read_medusa, read_small_decoder
+from specjax.drafters.stored.reading import Source, read_eagle1, read_eagle3, read_medusa, read_mtp, read_small_decoder
 from specjax.drafters.stored.tensors import open_tensors
 from specjax.errors import CheckpointError, InputError
 from specjax.models.decoder import Decoder
 from specjax.models.files import CONFIG, WEIGHTS, read_json
 from specjax.models.keys import Keys
+from specjax.models.layout import MTP_LAYERS
 from specjax.models.target import Target, dtype_name, load
 from specjax.shipped import shipped_path
 
 _CLASSES: dict[str, type[Drafter]] = {
     "eagle1": Eagle,
     "eagle3": Eagle,
+    "mtp": Mtp,
     "medusa": Medusa,
     "small-decoder": DraftModel,
     "draft-model": DraftModel,
@@ -43,8 +46,8 @@ def load_drafter(
     """Load a drafter for a target: what `save_drafter` writes, and what others do.
 
     Read are EAGLE-1 and EAGLE-3 heads as vLLM and SGLang serve them (`midlayer.*` or `layers.0.*`), `speculators`
-    directories of EAGLE-3, Medusa heads, and a Hugging Face directory or GGUF file of a whole model as a `DraftModel`;
-    from safetensors only.
+    directories of EAGLE-3, the MTP modules in a MiMo-7B checkpoint, Medusa heads, and a Hugging Face directory or GGUF
+    file of a whole model as a `DraftModel`; from safetensors only.
 
     Args:
         path: the directory, or the name of a drafter that comes with specjax: see `specjax.shipped`.
@@ -56,11 +59,11 @@ def load_drafter(
         feature_layers: EAGLE-3's, where its files do not say or are ambiguous: the residual stream after so many
             layers.
         settings: of the drafter, instead of those stored with it: `tree` or `num_draft_tokens` (a chain), `sample`,
-            `block_sizes`.
+            `block_sizes`, `min_confidence`.
 
     Returns:
-        An `Eagle`, `Medusa` or `DraftModel`. Without stored or given settings, EAGLE drafts a chain of 5, Medusa a
-        chain as long as it has heads.
+        An `Eagle`, `Mtp`, `Medusa` or `DraftModel`. Without stored or given settings, EAGLE drafts a chain of 5, Medusa
+        a chain as long as it has heads, MTP one as long as it has modules.
 
     Raises:
         InputError: a drafter that does not fit the target, or an unknown setting.
@@ -83,7 +86,7 @@ def load_drafter(
     kind = configs.kind_by_config(keys, own)
     if kind is None:
         with open_tensors(folder) as tensors:
-            kind = configs.kind_by_tensors(tensors.shapes)
+            kind = configs.kind_by_tensors(tensors.shapes, str(folder))
     cls = _CLASSES[kind]
     check_settings(cls, settings)
     if feature_layers is not None and kind != "eagle3":
@@ -93,13 +96,20 @@ def load_drafter(
         return _draft_model(folder, target, dtype, mesh, stored, settings)
     if not isinstance(target.model, Decoder):
         raise InputError(f"{folder}: this drafter needs a decoder as its target, got a {type(target.model).__name__}")
-    with open_tensors(folder, MEDUSA_WEIGHTS if kind == "medusa" else WEIGHTS) as tensors:
+    file = MEDUSA_WEIGHTS if kind == "medusa" else WEIGHTS
+    with open_tensors(folder, file, MTP_LAYERS if kind == "mtp" and own is None else "") as tensors:
         source = Source(keys, own, tensors, target.model, dtype, mesh)
         network: Any
         if kind == "eagle3":
             network = read_eagle3(source, feature_layers)
         else:
-            network = {"eagle1": read_eagle1, "medusa": read_medusa, "small-decoder": read_small_decoder}[kind](source)
+            readers: dict[str, Callable[[Source], Any]] = {
+                "eagle1": read_eagle1,
+                "mtp": read_mtp,
+                "medusa": read_medusa,
+                "small-decoder": read_small_decoder,
+            }
+            network = readers[kind](source)
     return draft_with(cls, network, stored, settings, keys.source)
 
 

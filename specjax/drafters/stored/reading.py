@@ -8,6 +8,7 @@ import numpy as np
 
 from specjax.drafters.eagle_networks import Eagle3Network, EagleNetwork
 from specjax.drafters.medusa import MedusaHeads
+from specjax.drafters.mtp_network import MtpNetwork
 from specjax.drafters.small_decoder import SmallDecoder
 from specjax.drafters.stored import configs, layout
 from specjax.drafters.stored.tensors import Tensors
@@ -90,6 +91,19 @@ def read_eagle3(source: Source, feature_layers: Sequence[int] | None) -> Eagle3N
     if same_width:
         config = replace(config, own_embedding=source.own_embedding())
     return source.build(Eagle3Network, config, layout.eagle3(config), **_d2t(source.tensors, draft, whole))
+
+
+def read_mtp(source: Source) -> MtpNetwork:
+    """MTP modules: ours, or those in the target's own checkpoint."""
+    config = configs.mtp_config(source.keys, source.own)
+    c, draft = config.layers, config.draft_vocab_size
+    source.fits(hidden_size=c.hidden_size, vocab_size=c.vocab_size)
+    if source.own is None:
+        source.fits(num_layers=source.keys.integer("num_hidden_layers"))
+    required, optional = ({}, {}) if draft is None else _mapping(source.tensors, draft, c.vocab_size)
+    source.tensors.check(required | layout.shapes(layout.mtp(config)), optional)
+    d2t = {} if draft is None else _d2t(source.tensors, draft, c.vocab_size)
+    return source.build(MtpNetwork, config, layout.mtp(config), **d2t)
 
 
 def read_medusa(source: Source) -> MedusaHeads:

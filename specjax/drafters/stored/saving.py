@@ -46,12 +46,12 @@ def save_drafter(
 
     Args:
         path: the directory, made if need be.
-        drafter: an `Eagle`, `Medusa` or `DraftModel`; its tree and settings become the stored defaults.
+        drafter: an `Eagle`, `Mtp`, `Medusa` or `DraftModel`; its tree and settings become the stored defaults.
         target: the model it was trained for.
         format: of EAGLE, "vllm" (the default; an EAGLE-3 head of the default layers is SGLang's too), "sglang", or for
-            EAGLE-3 "speculators"; of Medusa, "specjax" (the default: the target's head is not copied) or "medusa", the
-            official form, which knows no draft vocabulary; of a `SmallDecoder`, "specjax" (the default) or
-            "huggingface", a whole model; of other models "huggingface".
+            EAGLE-3 "speculators"; of MTP modules "specjax"; of Medusa, "specjax" (the default: the target's head is not
+            copied) or "medusa", the official form, which knows no draft vocabulary; of a `SmallDecoder`, "specjax" (the
+            default) or "huggingface", a whole model; of other models "huggingface".
         dtype: of the tensors; None for the network's own.
         base_model: name of the target for engines, such as a Hub id; None for the target's own name (the default
             target's is that of its model on the Hub).

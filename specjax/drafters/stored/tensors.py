@@ -25,8 +25,8 @@ _INTEGERS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 
 
 @contextmanager
-def open_tensors(folder: Path, single: str = WEIGHTS) -> Iterator["Tensors"]:
-    """The tensors of `single`, or of the shards that an index lists.
+def open_tensors(folder: Path, single: str = WEIGHTS, prefix: str = "") -> Iterator["Tensors"]:
+    """The tensors of `single`, or of the shards that an index lists; those alone whose names begin with `prefix`.
 
     Raises:
         CheckpointError: no safetensors file, or a truncated one.
@@ -37,7 +37,7 @@ def open_tensors(folder: Path, single: str = WEIGHTS) -> Iterator["Tensors"]:
     if not files:
         raise _no_weights(folder, single)
     with ExitStack() as stack:
-        yield Tensors(folder, [stack.enter_context(open_safetensors(file)) for file in files])
+        yield Tensors(folder, [stack.enter_context(open_safetensors(file)) for file in files], prefix)
 
 
 class Tensors:
@@ -47,12 +47,13 @@ class Tensors:
         shapes: of all of them, by plain name (`layers.0.…`).
     """
 
-    def __init__(self, folder: Path, files: list[Any]):
+    def __init__(self, folder: Path, files: list[Any], prefix: str = ""):
         self.folder = folder
         self._where: dict[str, tuple[Any, str]] = {}
         for file in files:
             for stored in file.keys():  # noqa: SIM118 (a safetensors handle, not a dict)
-                if stored.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
+                # the other is a buffer that old checkpoints carry
+                if not stored.startswith(prefix) or stored.endswith("rotary_emb.inv_freq"):
                     continue
                 if plain(stored) in self._where:
                     other = self._where[plain(stored)][1]
