@@ -518,6 +518,7 @@ def test_temperature_zero_is_greedy(decode: Any, table: specjax.Target, table_te
     assert (found.law, found.lossless) == (BLOCK, True)
 
 
+@pytest.mark.slow
 def test_tokens_per_call_and_rows_that_do_not_know_their_batch(tiny: specjax.Target, cousin: specjax.Target) -> None:
     drafter = specjax.DraftModel(cousin, 8, block_sizes=(9,))
     options: dict[str, Any] = {"max_new_tokens": 40, "sampling": Sampling(temperature=1.0)}

@@ -144,7 +144,11 @@ def test_it_is_no_lossless_law() -> None:
     """The law test, which accepts `Rejection` on the same drafts, rejects it: texts lean towards the drafter's."""
     target = testing.tiny_target(testing.TableModel.random(4))
     drafter = TableTree.random(4, 2, "s")
-    options: dict[str, Any] = {"sampling": Sampling(temperature=0.8), "prompts": [[3, 1, 3], [1, 0, 2]]}
+    options: dict[str, Any] = {
+        "sampling": Sampling(temperature=0.8),
+        "prompts": [[3, 1, 3], [1, 0, 2]],
+        "samples": 60_000,
+    }
     right, wrong = (law_test(target, drafter, law=law, **options) for law in ("rejection", "typical"))
     assert right.passed, right
     assert not wrong.passed, wrong

@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.cache import KVCache, write
+from specjax.cache import KVCache, read_first, write
 from specjax.drafters.eagle import check_drafting, draft
 from specjax.drafters.eagle_networks import pair
 from specjax.drafters.eagle_step import Memory
 from specjax.drafters.growing import GrownTree
 from specjax.drafters.mtp_network import MtpConfig as MtpConfig
 from specjax.drafters.mtp_network import MtpNetwork as MtpNetwork
-from specjax.drafters.mtp_network import Outputs
 from specjax.models.prefill import chunk_size
 from specjax.state import Context, Round, static
 from specjax.trees import Draft, StaticTree
@@ -101,15 +100,10 @@ class Mtp:
         places = start[:, None] + jnp.arange(true.shape[1] + 1)
         text = jnp.take_along_axis(context.tokens, places, axis=1)
         pairs = pair(true, text, start)
-
-        def read() -> Outputs:
-            return self.network.read_text(context.model, pairs, memory.feature, memory.cache, start)
-
-        def nothing() -> Outputs:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(read))
-
-        # a conditional orders the writing of the caches after every read of them; without one, XLA copies them
-        outputs = jax.lax.cond((round.count > 0).any(), read, nothing)
+        outputs = read_first(
+            round.count > 0,
+            lambda: self.network.read_text(context.model, pairs, memory.feature, memory.cache, start),
+        )
         here = _at(outputs.features, jnp.maximum(round.count - 1, 0))
         feature = jnp.where((round.count > 0)[:, None], here, memory.feature)
         # slots past the round's own are written too, and written again before they are ever read

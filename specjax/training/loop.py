@@ -29,7 +29,7 @@ from specjax.training.journal import Journal, Sink
 from specjax.training.objective import Objective
 from specjax.training.optimizers import Optimization, make_optimizer, make_schedule
 from specjax.training.progress import Progress
-from specjax.training.state import TrainState, cast, make_state, take_apart
+from specjax.training.state import make_state, take_apart
 from specjax.training.step import make_step, micro_batches
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
@@ -164,9 +164,6 @@ def train(
             bar.say(f"continuing {run.directory} after step {resumed}")
         teller = _Teller(rows, journal, bar, run.log_every)
 
-        def network_of(state: TrainState) -> nnx.Module:
-            return skeleton.network(cast(state.params, run.compute_dtype), state.buffers)
-
         at, saved, pending = resumed, last, None
         while at < run.steps and not told(at):
             batch = next(data)
@@ -184,7 +181,9 @@ def train(
             if evaluating or last_step or _due(at, run.save_every):
                 teller.tell(*pending)
                 pending = None
-                metrics = teller.measure(at, evaluate(network_of(state))) if evaluating and evaluate else None
+                metrics = None
+                if evaluate is not None and evaluating:  # in the parameters' own precision, as drafters decode
+                    metrics = teller.measure(at, evaluate(skeleton.network(state.params, state.buffers)))
                 checkpoints.save(state, data.get_state(), configuration, metrics)
                 saved = at
                 bar.pause()

@@ -100,21 +100,21 @@ def forward() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def cache_copies() -> Callable[..., Any]:
-    """How often the compiled loop of a drafter, on a batch of one, copies an array as long as a cache; and its
-    temporaries' share of the target's cache.
+    """How often the compiled loop of a drafter copies an array as long as a cache, and its temporaries' share of the
+    target's cache.
     """
 
-    def run(drafter: Drafter) -> tuple[int, float]:
+    def run(drafter: Drafter, batch: int = 1) -> tuple[int, float]:
         target = testing.tiny_target(testing.tiny_model(vocab_size=12, num_layers=4, windows=(None,) * 4, head_dim=64))
-        made = specjax.prepare(target, [[1, 2]], drafter, max_new_tokens=9)
-        arguments = made.arguments | {"tokens": jax.ShapeDtypeStruct((1, 1111), "int32")}
+        made = specjax.prepare(target, [[1, 2]] * batch, drafter, max_new_tokens=9)
+        arguments = made.arguments | {"tokens": jax.ShapeDtypeStruct((batch, 1111), "int32")}
         arrays = {n: value for n, value in arguments.items() if n not in ("longest", "logprobs", "trace_rounds")}
         state = jax.eval_shape(lambda arrays: decode.prefill(target.model, drafter, longest=16, **arrays), arrays)
         loop = jax.jit(decode.run, static_argnums=2, donate_argnums=3)
         compiled = loop.lower(target.model, drafter, made.law, state).compile()
         program = compiled.as_text()
-        assert "f32[1,2,1111,64]" in program
-        copies = re.findall(r"f32\[1,\d+,1111,\d+\]\S* (?:copy|copy-start|transpose)\(", program)
+        assert f"f32[{batch},2,1111,64]" in program
+        copies = re.findall(rf"f32\[{batch},\d+,1111,\d+\]\S* (?:copy|copy-start|transpose)\(", program)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
         return len(copies), compiled.memory_analysis().temp_size_in_bytes / size
 

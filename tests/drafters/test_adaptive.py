@@ -62,7 +62,8 @@ def test_the_block_that_pays_most(drafter: Any, verify: list[float], expected: i
     assert (later == expected).mean() >= 0.85, found
 
 
-@pytest.mark.parametrize(("chance", "slope"), [(0.8, 0.08), pytest.param(0.35, 0.25, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("chance", "slope"), [(0.8, 0.08), (0.35, 0.25)])
 def test_as_many_tokens_a_second_as_the_best_block(chance: float, slope: float) -> None:
     """Guesses that are right with a known chance, on costs that grow with the block: at most 5% less than the best."""
     drafter = Coin(7, block_sizes=SIZES, chance=chance)
@@ -76,6 +77,7 @@ def test_as_many_tokens_a_second_as_the_best_block(chance: float, slope: float) 
     assert reached >= 0.95 * best, (reached, best, found)
 
 
+@pytest.mark.slow
 def test_a_draft_that_costs_too_much_is_not_made() -> None:
     """Rounds without a draft leave the drafter's memory right, and it is tried again after a while, ever less often."""
     model = DraftModel(TARGET.model, 7, block_sizes=SIZES)
@@ -92,7 +94,7 @@ def test_a_draft_that_costs_too_much_is_not_made() -> None:
     assert (np.diff(tries) == [9, 17, 33][: len(tries) - 1]).all(), tries
 
 
-@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("ragged", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_greedy_text_is_plain_decodings(check_greedy: Any, ragged: bool) -> None:
     """With EOS inside a block, and at the end of the context."""
     drafter = Coin(7, block_sizes=SIZES)

@@ -65,6 +65,7 @@ def test_end_of_text_inside_a_block(check_greedy: Any) -> None:
     assert out.finish_reasons == ["stop"]
 
 
+@pytest.mark.slow
 def test_everyone_at_once(few: Any, prompts: Any) -> None:
     """All drafters there are, five ragged rows: the text is the plain one, token for token, however rows end. And no
     part loses track: it proposes what it would have proposed had the text so far been its prompt, although most of what

@@ -74,7 +74,7 @@ def test_the_same_draft_up_to_where_it_ends(kind: str, few: specjax.Target) -> N
     np.testing.assert_array_equal(draft(1e-6).valid, whole.valid)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_greedy(kind: str, few: specjax.Target, check_greedy: Any) -> None:
     """Drafts of different lengths, and blocks that are smaller for it."""
     out = check_greedy(made(kind, few))
@@ -84,6 +84,7 @@ def test_greedy(kind: str, few: specjax.Target, check_greedy: Any) -> None:
     check_greedy(made(kind, few), [[5, 6, 5]])
 
 
+@pytest.mark.slow
 def test_drafts_end_where_the_draft_model_is_not_sure(tiny: Any, cousin: Any, decode: Any, scores: Any) -> None:
     """In every round the proposals are the draft model's own greedy continuation of the committed text, as long as its
     probability is above the threshold: so its cache is right, however much of a draft was not run.
@@ -121,7 +122,8 @@ def softmax(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "step"), [("small decoder", draft_model, "write"), ("eagle", eagle, "feed_nodes")]
+    ("kind", "module", "step"),
+    [("small decoder", draft_model, "write"), pytest.param("eagle", eagle, "feed_nodes", marks=pytest.mark.slow)],
 )
 def test_draft_steps_are_saved(kind: str, module: Any, step: str, few: Any, monkeypatch: Any) -> None:
     """Where no row is sure of its first token nothing is fed but the committed text."""
@@ -141,14 +143,14 @@ def test_draft_steps_are_saved(kind: str, module: Any, step: str, few: Any, monk
         assert (out.stats.proposed == 0) == (most == 0)
 
 
-@pytest.mark.parametrize("kind", ["small decoder", "eagle"])
+@pytest.mark.parametrize("kind", ["small decoder", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_the_loop_copies_no_cache(kind: str, cache_copies: Any) -> None:
     """Drafting in a loop that may end early neither copies the drafter's cache nor the target's."""
     deep = testing.tiny_target(testing.tiny_model(vocab_size=12, num_layers=4, windows=(None,) * 4, head_dim=64))
     assert cache_copies(made(kind, deep, block_sizes=(4,)))[0] == 0
 
 
-@pytest.mark.parametrize("law", ["rejection", "block"])
+@pytest.mark.parametrize("law", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_law_of_a_draft_model(law: str) -> None:
     """Drawn and greedy rows, filters and a penalty. That the law test sees a threshold on the drawn token itself, which
     drops that token, is planted elsewhere.
@@ -162,6 +164,7 @@ def test_law_of_a_draft_model(law: str) -> None:
     assert result.acceptance_rate is not None and result.acceptance_rate > 0.05
 
 
+@pytest.mark.slow
 def test_law_of_eagle(check_law: Any) -> None:
     check_law(Eagle(network(5), chain_tree(3), block_sizes=(4,), min_confidence=0.6))
 

@@ -46,7 +46,7 @@ def test_greedy_alone(check_greedy: Any) -> None:
 
 SLOW = pytest.mark.slow
 FAMILIES = [
-    ("gemma3", (1, 3)),
+    pytest.param("gemma3", (1, 3), marks=SLOW),
     pytest.param("mistral", (0, 2), marks=SLOW),
     pytest.param("qwen3_moe", (0, 1, 3), marks=SLOW),
 ]

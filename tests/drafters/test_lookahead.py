@@ -57,6 +57,7 @@ def test_an_end_inside_a_block(scripted: Any) -> None:
     assert [stats.accepted for stats in out.row_stats] == [2, 0]
 
 
+@pytest.mark.slow
 def test_law_on_a_table() -> None:
     result = law_test(TableModel.random(4), LookaheadDecoding(2, 3, 2, block_sizes=(5,)), samples=30_000, rows=6000)
     assert result.passed, result

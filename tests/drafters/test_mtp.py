@@ -1,6 +1,5 @@
 """MTP modules: what goes into them, what their caches hold, and that the text stays the target's own."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import decode, testing
+from specjax import testing
 from specjax.decode import context
 from specjax.drafters.eagle_networks import pair
 from specjax.drafters.growing import GrownTree
@@ -107,10 +106,8 @@ def test_law(name: str, check_law: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chained", "tree"])
-def test_every_law(name: str, check_law: Any) -> None:
-    drafter = drafters(5)[name]
-    check_law(whole(replace(drafter, sample=name == "tree")), plain=True)
+def test_law_of_drawn_siblings(check_law: Any) -> None:
+    check_law(whole(replace(drafters(5, [0, 2, 3])["tree"], sample=True)), plain=True)
 
 
 @jax.jit(static_argnums=3)
@@ -305,24 +302,14 @@ def test_long_prompts_are_filled_in_chunks(few: Any, forward: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(5, marks=SLOW)])
-def test_the_loop_holds_no_second_cache(batch: int) -> None:
+def test_the_loop_holds_no_second_cache(batch: int, cache_copies: Any) -> None:
     """Neither of the target's nor of the modules'."""
-    config = testing.tiny_config(vocab_size=12, num_layers=4, windows=(None,) * 4, head_dim=64)
-    target = testing.tiny_target(specjax.models.decoder.Decoder.random(config))
-    drafter = Mtp(MtpNetwork.random(MtpConfig.of(config, 2)), chain_tree(3), block_sizes=(4,))
-    made = specjax.prepare(target, [[1, 2]] * batch, drafter, max_new_tokens=9)
-    arguments = made.arguments | {"tokens": jax.ShapeDtypeStruct((batch, 1111), "int32")}
-    arrays = {name: value for name, value in arguments.items() if name not in ("longest", "logprobs", "trace_rounds")}
-    state = jax.eval_shape(lambda arrays: decode.prefill(target.model, drafter, longest=16, **arrays), arrays)
-    run = jax.jit(decode.run, static_argnums=2, donate_argnums=3)
-    compiled = run.lower(target.model, drafter, made.law, state).compile()
-    program, shape = compiled.as_text(), rf"f32\[{batch},2,1111,64\]"
-    assert re.search(shape, program)
-    copies = re.findall(shape + r"\S* (?:copy|copy-start|transpose)\(", program)
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.cache, state.memory.cache)))
-    assert len(state.memory.cache.keys) == 2
-    assert not copies
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
+    config = testing.tiny_config(vocab_size=12, head_dim=64)
+    copies, temporaries = cache_copies(
+        Mtp(MtpNetwork.random(MtpConfig.of(config, 2)), chain_tree(3), block_sizes=(4,)), batch
+    )
+    assert copies == 0
+    assert temporaries < 0.15
 
 
 def test_bad_input(few: Any, table: Any) -> None:

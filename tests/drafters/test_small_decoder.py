@@ -161,6 +161,7 @@ def test_from_arrays(few: Any) -> None:
         SmallDecoder.from_arrays(network.config, {k: v for k, v in arrays.items() if k != "d2t"})
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_again(few: Any, prompts: Any) -> None:
     """Other weights and another vocabulary of the same size; a draft model loaded again, whose tokenizer is another
     object.
