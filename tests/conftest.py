@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 # before jax is imported: tests compile hundreds of small programs and run most of them once
-os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
+)
 
 import jax
 import jax.numpy as jnp

@@ -388,14 +388,14 @@ def check(result: testing.LawResult, name: str) -> None:
     ],
 )
 def test_right_drafters(kind: str, settings: Sampling) -> None:
-    check(law_test(TARGET, KINDS[kind], BLOCK, settings, PROMPTS, samples=100_000), kind)
+    check(law_test(TARGET, KINDS[kind], BLOCK, settings, PROMPTS, samples=50_000), kind)
 
 
 @pytest.mark.slow
 def test_shapes_by_what_was_drawn_before_and_not_by_the_token_itself() -> None:
     right, wrong = (replace(KINDS["shaped"], fault=jnp.bool_(fault)) for fault in (False, True))
-    check(law_test(TARGET, right, BLOCK, SIMPLE, PROMPTS, samples=100_000), "shaped")
-    assert not law_test(TARGET, wrong, BLOCK, SIMPLE, PROMPTS, samples=100_000).passed
+    check(law_test(TARGET, right, BLOCK, SIMPLE, PROMPTS, samples=50_000), "shaped")
+    assert not law_test(TARGET, wrong, BLOCK, SIMPLE, PROMPTS, samples=50_000).passed
 
 
 # docs/design.md, "Accept": which law is exact for which drafts. Every one at temperature 0, these above it too.

@@ -45,7 +45,7 @@ from specjax.trees import StaticTree
 P = TypeVar("P", bound="Plan")
 
 # what the preset of that name changes, in every script
-FULL: dict[str, Any] = {"epochs": 4.0, "questions": 20_000, "answer_tokens": 512, "evaluate_every": 100}
+FULL: dict[str, Any] = {"epochs": 2.5, "questions": 8000, "question_tokens": 160, "evaluate_every": 300}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ def held_out() -> HeldOut:
     return held
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name", ["eagle3", "medusa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle1", "mtp"))]
+)
 def test_estimate_is_real(name: str, held_out: HeldOut) -> None:
     objective, network = OBJECTIVES[name], NETWORKS[name]
     stats = held_out.decode(objective, network)
