@@ -20,7 +20,7 @@ Below the table stands what it does there: the share of its rounds by block size
 smaller blocks in larger batches, at last plain steps but for a try now and then; and a speedup that follows the best of
 the fixed drafts and does not fall far below 1. Its prediction is that of what it does one by one.
 
-The first command takes about 10 minutes on two CPU cores, some less where costs are known.
+The first command takes minutes on two CPU cores, some less where costs are known.
 """
 
 import time

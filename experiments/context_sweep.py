@@ -14,7 +14,7 @@ chance: more is proposed, a smaller share of it is accepted, and searching costs
 acceptance beyond the lengths that they were trained on, draft models with a window or few layers first; a drafter with
 a cache of its own pays for reading that too. Speedups leave out the prefill, which has a column of its own.
 
-The first command takes about 6 minutes on two CPU cores.
+The first command takes minutes on two CPU cores.
 """
 
 import time

@@ -15,7 +15,7 @@ easily made (a temperature that the drafter's law is told without, or that only 
 within noise whatever the drafter says, only slower with a bad one; and the mistakes beside the exact law by what
 `theory.output_law` says.
 
-The first command takes about 8 minutes on two CPU cores; exit status 1 says that a lossless law has failed.
+The first command takes minutes on two CPU cores; exit status 1 says that a lossless law has failed.
 """
 
 import sys

@@ -19,7 +19,7 @@ predicted from long ones. Expect the dashed curve far above the points of such d
 granted that every round has a whole draft to test; and too low for long drafts of the others where a text has easy and
 hard stretches: α is no constant, one accepted token makes the next more likely.
 
-The first command takes about 8 minutes on two CPU cores.
+The first command takes minutes on two CPU cores.
 """
 
 import time

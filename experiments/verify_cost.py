@@ -12,7 +12,7 @@ roofline where matrices with few rows are multiplied badly; and at some hundred 
 of the curve is flat. A batch of b rows has b times the tokens: the bend comes b times sooner.
 
 The floors are measured: memory bandwidth by a sum over a large array, arithmetic by products of large matrices, in the
-same turns as the passes. The first command takes about 4 minutes on two cores.
+same turns as the passes. The first command takes minutes on two cores.
 """
 
 import statistics
