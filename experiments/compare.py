@@ -14,9 +14,10 @@ fifth of the bytes, rounds differently, and its texts may differ. All others mus
 library's plain decoding, token for token but for near-ties; the exit status is 1 where one does not.
 
 Every prompt is decoded once by everyone before anything is timed, so that all that is compiled is there; then in turns.
-Seconds include prefill, which the others do not tell apart. Expect this library's plain decoding ahead of Hugging
-Face's (2.3 times in `bench.py` on two CPU cores, with default settings there), and prompt lookup to gain on both where a text repeats. One text at a
-time is decoded, which is all that Hugging Face's assisted generation can.
+Seconds include prefill, which the others do not tell apart. Expect this library's plain decoding
+ahead of Hugging Face's (2.3 times in `bench.py` on two CPU cores, with default settings there), and prompt lookup to
+gain on both where a text repeats. One text at a time is decoded, which is all that Hugging Face's assisted generation
+can.
 
 The first command takes minutes on two CPU cores, some of them PyTorch's compiler.
 """
